@@ -8,7 +8,7 @@ any of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -57,7 +57,7 @@ class RopeSpec:
 class ModelSpec:
     """A decoder-only transformer, described.
 
-    `biases` names the linears that carry one (`q k v o gate up down head`); `norm_bias` and
+    `biases` names the linears that carry one (`q k v o gate up down`); `norm_bias` and
     `final_norm_bias` say it for the norms. `attention_scales` holds the factor on q.k of each layer.
     A plain MLP is `down(activation(up(x)))`; a gated one `down(activation(gate(x)) * up(x))`.
     """
@@ -107,3 +107,66 @@ class ModelSpec:
         facts["biases"] = sorted(self.biases)
         facts["attention_scales"] = list(self.attention_scales)
         return {key: value.value if isinstance(value, Enum) else value for key, value in facts.items()}
+
+
+@dataclass(frozen=True)
+class BlockRef:
+    """One unit of streaming: the embeddings, one layer, or the head."""
+
+    kind: str  # "embeddings", "layer" or "head"
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"layers.{self.index}" if self.kind == "layer" else self.kind
+
+
+EMBEDDINGS = BlockRef("embeddings")
+HEAD = BlockRef("head")
+
+
+def blocks(spec: ModelSpec) -> Iterator[BlockRef]:
+    """Every block of a model, in the order in which activations pass through them."""
+    yield EMBEDDINGS
+    yield from (BlockRef("layer", index) for index in range(spec.num_layers))
+    yield HEAD
+
+
+def block_shapes(spec: ModelSpec, block: BlockRef) -> dict[str, tuple[int, ...]]:
+    """The roles of a block and their shapes, linears as (out, in).
+
+    The head block always holds `head.weight`, also where it is tied to the embeddings: a tie is a
+    matter of storage, and only the family's mapping knows where the bytes lie.
+    """
+    hidden = spec.hidden_size
+    if block.kind == "embeddings":
+        shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, hidden)}
+        if spec.positions is Positions.LEARNED:
+            shapes["positions.weight"] = (spec.context, hidden)
+        return shapes
+    if block.kind == "head":
+        shapes = _norm_shapes("final_norm", hidden, spec.final_norm_bias) if spec.final_norm else {}
+        return {**shapes, "head.weight": (spec.vocab_size, hidden)}
+    linears = {
+        "q": (spec.query_size, hidden),
+        "k": (spec.key_value_size, hidden),
+        "v": (spec.key_value_size, hidden),
+        "o": (hidden, spec.query_size),
+        "gate": (spec.intermediate_size, hidden),
+        "up": (spec.intermediate_size, hidden),
+        "down": (hidden, spec.intermediate_size),
+    }
+    if not spec.gated_mlp:
+        del linears["gate"]
+    shapes = _norm_shapes("attn_norm", hidden, spec.norm_bias) | _norm_shapes("mlp_norm", hidden, spec.norm_bias)
+    for linear, shape in linears.items():
+        shapes[f"{linear}.weight"] = shape
+        if linear in spec.biases:
+            shapes[f"{linear}.bias"] = shape[:1]
+    return shapes
+
+
+def _norm_shapes(norm: str, hidden: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,)}
+    if bias:
+        shapes[f"{norm}.bias"] = (hidden,)
+    return shapes

@@ -1,0 +1,138 @@
+"""Families: one small file for each checkpoint format, found by decorator or entry point.
+
+A family says how its `config.json` becomes a `ModelSpec` and which tensor is which role. To add one,
+write a file here that defines a class under `@family`, or publish it from another package under the
+entry point group `converter.families`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, TypeVar
+
+from converter.config import ConfigReader
+from converter.errors import CheckpointError, UnsupportedError, did_you_mean
+from converter.mapping import Drop, TensorMapping
+from converter.spec import BlockRef, ModelSpec
+
+
+class Family(ABC):
+    """One checkpoint format. A source family reads its config; a target family also writes one."""
+
+    #: The name in recipes, and `model_type` in the config.
+    name: ClassVar[str]
+    #: What stands before every tensor name but those in `unprefixed`. Files without it are read too.
+    prefix: ClassVar[str]
+    unprefixed: ClassVar[tuple[str, ...]] = ("lm_head.weight",)
+    #: Names, without the prefix, of the embedding and of the output head.
+    embedding: ClassVar[str]
+    head: ClassVar[str] = "lm_head.weight"
+    #: Tensors that carry nothing, with the reason.
+    drops: ClassVar[tuple[Drop, ...]] = ()
+    #: Whether a config without `tie_word_embeddings` means that the head is the embedding.
+    ties_by_default: ClassVar[bool] = False
+    #: bos, eos and pad where the config does not say them: the defaults of transformers' config class.
+    default_token_ids: ClassVar[Mapping[str, int | None]] = {}
+    #: The recipe that `convert` takes when none is named.
+    default_recipe: ClassVar[str | None] = None
+    #: transformers' class that runs this family.
+    model_class: ClassVar[str]
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config is of this family."""
+        return config.get("model_type") == self.name
+
+    @abstractmethod
+    def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:
+        """The facts that a config states; whether the head is tied was decided from the tensors."""
+
+    @abstractmethod
+    def mappings(self, spec: ModelSpec, block: BlockRef) -> list[TensorMapping]:
+        """Which tensors, by names without the prefix, hold the roles of a block."""
+
+    def bare_name(self, name: str) -> str:
+        """A tensor's name without the family's prefix."""
+        return name.removeprefix(self.prefix)
+
+    def full_name(self, bare: str) -> str:
+        """A tensor's name as the family's files have it."""
+        return bare if bare in self.unprefixed else self.prefix + bare
+
+
+class TargetFamily(Family):
+    """A family that can be written."""
+
+    @abstractmethod
+    def accept(self, spec: ModelSpec) -> ModelSpec:
+        """The spec as this family holds it; roles that it adds are filled with zeros.
+
+        Raises UnsupportedError where the family cannot hold the architecture.
+        """
+
+    @abstractmethod
+    def write_config(self, spec: ModelSpec) -> dict[str, Any]:
+        """The architecture's part of `config.json`; token ids and dtype are added by the caller."""
+
+
+F = TypeVar("F", bound=type[Family])
+_REGISTRY: dict[str, Family] = {}
+
+
+def family(cls: F) -> F:
+    """Register a family under its name."""
+    if cls.name in _REGISTRY:
+        raise ValueError(f"two families are called '{cls.name}'")
+    _REGISTRY[cls.name] = cls()
+    return cls
+
+
+@cache
+def _load_all() -> None:
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    for entry in entry_points(group="converter.families"):
+        entry.load()
+
+
+def families() -> Mapping[str, Family]:
+    """Every family, by name."""
+    _load_all()
+    return _REGISTRY
+
+
+def get_family(name: str) -> Family:
+    """The family of this name; an error that names the nearest one otherwise."""
+    if name not in families():
+        raise UnsupportedError(f"there is no family '{name}'", fix=did_you_mean(name, families()))
+    return families()[name]
+
+
+def find_family(config: Mapping[str, Any], where: str) -> Family:
+    """The family that a config belongs to. An unknown one is refused, never guessed."""
+    for known in families().values():
+        if known.recognises(config):
+            return known
+    kind = config.get("model_type")
+    if kind is None:
+        raise CheckpointError("the config has no model_type", where=where, fix=f"Known: {', '.join(families())}")
+    raise UnsupportedError(
+        f"model_type '{kind}' is not a family that we know",
+        where=where,
+        why="tensor names and shapes alone do not say how a model computes, so nothing is guessed",
+        fix=did_you_mean(str(kind), families()),
+    )
+
+
+def only_biases(spec: ModelSpec, allowed: Iterable[str]) -> None:
+    """Refuse a spec with other biases than these; for target families."""
+    extra = sorted(spec.biases - set(allowed))
+    if extra:
+        raise UnsupportedError(
+            f"the target has no place for the biases of {', '.join(extra)}",
+            fix="Add an op that takes them away to the recipe, or choose a target that holds them",
+        )

@@ -1,0 +1,141 @@
+"""LLaMA in Hugging Face's format: pre-norm RMSNorm, SwiGLU, RoPE in half-split layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from converter.config import ConfigReader
+from converter.errors import UnsupportedError
+from converter.families import TargetFamily, family
+from converter.families.gpt2 import ACTIVATIONS
+from converter.mapping import Direct, Drop, TensorMapping
+from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions, RopeLayout
+
+ATTENTION = frozenset({"q", "k", "v", "o"})
+MLP = frozenset({"gate", "up", "down"})
+
+
+@family
+class Llama(TargetFamily):
+    """LlamaForCausalLM. `attention_bias` and `mlp_bias` hold what a LayerNorm left behind."""
+
+    name = "llama"
+    prefix = "model."
+    embedding = "embed_tokens.weight"
+    model_class = "LlamaForCausalLM"
+    default_token_ids = {"bos_token_id": 1, "eos_token_id": 2}  # noqa: RUF012 - a constant of the class
+    default_recipe = "llama-to-llama"
+    drops = (Drop(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "RoPE frequencies, computed from theta"),)
+
+    def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:  # noqa: D102 - see Family
+        hidden, heads = config.read("hidden_size", int, 4096), config.read("num_attention_heads", int, 32)
+        layers = config.read("num_hidden_layers", int, 32)
+        head_dim = config.optional("head_dim", int) or config.divide(
+            hidden, heads, "hidden_size", "num_attention_heads"
+        )
+        kv_heads = config.optional("num_key_value_heads", int) or heads
+        config.divide(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
+        rope = config.rope(head_dim, RopeLayout.HALF_SPLIT)
+        if rope.rotary_dim != head_dim:
+            raise UnsupportedError(
+                f"the config asks for a rotary width of {rope.rotary_dim} of {head_dim}",
+                where=config.where,
+                why="transformers' LLaMA rotates whole heads and would ignore it",
+            )
+        config.ignore({"attention_dropout": "dropout, training only", "pretraining_tp": "a sum split in parts"})
+        biases = (ATTENTION if config.read("attention_bias", bool, False) else frozenset()) | (
+            MLP if config.read("mlp_bias", bool, False) else frozenset()
+        )
+        return ModelSpec(
+            vocab_size=config.read("vocab_size", int, 32000),
+            hidden_size=hidden,
+            intermediate_size=config.read("intermediate_size", int, 11008),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            context=config.read("max_position_embeddings", int, 2048),
+            norm=Norm.RMSNORM,
+            norm_eps=config.read("rms_norm_eps", float, 1e-6),
+            activation=config.one_of("hidden_act", ACTIVATIONS, "silu"),
+            gated_mlp=True,
+            positions=Positions.ROPE,
+            attention_scales=(head_dim**-0.5,) * layers,
+            tied_head=tied,
+            biases=biases,
+            rope=rope,
+        )
+
+    def mappings(self, spec: ModelSpec, block: BlockRef) -> list[TensorMapping]:  # noqa: D102
+        if block.kind == "embeddings":
+            return [Direct(self.embedding, "embed.weight")]
+        if block.kind == "head":
+            norm = Direct("norm.weight", "final_norm.weight")
+            return [norm, Direct(self.embedding if spec.tied_head else self.head, "head.weight")]
+        layer = f"layers.{block.index}"
+        linears = {part: f"{layer}.self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
+        linears |= {part: f"{layer}.mlp.{part}_proj" for part in ("gate", "up", "down")}
+        return [
+            Direct(f"{layer}.input_layernorm.weight", "attn_norm.weight"),
+            Direct(f"{layer}.post_attention_layernorm.weight", "mlp_norm.weight"),
+            *(Direct(f"{name}.weight", f"{part}.weight") for part, name in linears.items()),
+            *(Direct(f"{name}.bias", f"{part}.bias") for part, name in linears.items() if part in spec.biases),
+        ]
+
+    def accept(self, spec: ModelSpec) -> ModelSpec:  # noqa: D102 - see TargetFamily
+        problems = [
+            (spec.norm is not Norm.RMSNORM, "its norm is LayerNorm", "layernorm_to_rmsnorm"),
+            (not spec.pre_norm, "its norms stand after the sublayers", "a post-LN recipe"),
+            (spec.norm_bias, "its norms have biases", "layernorm_to_rmsnorm"),
+            (spec.final_norm_bias, "its final norm has a bias", "fold_final_norm_bias"),
+            (not spec.gated_mlp, "its MLP is not gated", "gelu_to_swiglu"),
+            (spec.positions is not Positions.ROPE, "its positions are learned", "learned_positions_to_rope"),
+            (_scaled(spec), "its attention scale is not 1/sqrt(head_dim)", "fold_attention_scale"),
+        ]
+        for wrong, what, remedy in problems:
+            if wrong:
+                raise UnsupportedError(
+                    f"a LLaMA cannot hold the converted model: {what}", fix=f"Add {remedy} to the recipe"
+                )
+        if spec.rope is None or spec.rope.layout is not RopeLayout.HALF_SPLIT:
+            raise UnsupportedError(
+                "a LLaMA in Hugging Face's format pairs rotary rows half-split, and the converted model interleaved"
+            )
+        biases = spec.biases
+        for group in (ATTENTION, MLP):
+            biases |= group if biases & group else frozenset()
+        return spec.replace(biases=biases)
+
+    def write_config(self, spec: ModelSpec) -> dict[str, Any]:  # noqa: D102
+        assert spec.rope is not None
+        scaling = dict(spec.rope.scaling or {})
+        return {
+            "architectures": [self.model_class],
+            "model_type": self.name,
+            "vocab_size": spec.vocab_size,
+            "hidden_size": spec.hidden_size,
+            "intermediate_size": spec.intermediate_size,
+            "num_hidden_layers": spec.num_layers,
+            "num_attention_heads": spec.num_heads,
+            "num_key_value_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim,
+            "hidden_act": "silu" if spec.activation is Activation.SILU else _hidden_act(spec.activation),
+            "max_position_embeddings": spec.context,
+            "rms_norm_eps": spec.norm_eps,
+            "attention_bias": bool(spec.biases & ATTENTION),
+            "attention_dropout": 0.0,
+            "mlp_bias": bool(spec.biases & MLP),
+            "tie_word_embeddings": spec.tied_head,
+            # Both schemas: transformers 5 reads the last, older readers the first two.
+            "rope_theta": spec.rope.theta,
+            "rope_scaling": scaling or None,
+            "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": spec.rope.theta},
+        }
+
+
+def _scaled(spec: ModelSpec) -> bool:
+    return any(scale != spec.standard_attention_scale for scale in spec.attention_scales)
+
+
+def _hidden_act(activation: Activation) -> str:
+    return next(name for name, known in ACTIVATIONS.items() if known is activation)

@@ -1,0 +1,152 @@
+"""The reference model: one forward, driven by any `ModelSpec`, one block at a time.
+
+It exists so that every intermediate step of a conversion can be run and measured, and it is tested
+against transformers' own classes. It computes in the dtype of the states that it is given.
+
+Shapes: batch B, sequence T, hidden size D. States are (B, T, D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from converter.spec import Activation, ModelSpec, Norm, Positions, RopeLayout, RopeSpec
+
+Roles = Mapping[str, Tensor]
+
+
+def run_embeddings(roles: Roles, spec: ModelSpec, ids: Tensor) -> Tensor:
+    """Token ids (B, T) -> states (B, T, D)."""
+    states = F.embedding(ids, roles["embed.weight"])
+    if spec.positions is Positions.LEARNED:
+        states = states + roles["positions.weight"][: ids.shape[1]]
+    return states
+
+
+def run_layer(roles: Roles, spec: ModelSpec, index: int, states: Tensor) -> Tensor:
+    """States (B, T, D) through layer `index`."""
+    if not spec.pre_norm:
+        states = run_norm(roles, "attn_norm", spec, states + run_attention(roles, spec, index, states))
+        return run_norm(roles, "mlp_norm", spec, states + run_mlp(roles, spec, states))
+    states = states + run_attention(roles, spec, index, run_norm(roles, "attn_norm", spec, states))
+    return states + run_mlp(roles, spec, run_norm(roles, "mlp_norm", spec, states))
+
+
+def run_final_norm(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
+    """What the head reads, (..., D)."""
+    return run_norm(roles, "final_norm", spec, states) if spec.final_norm else states
+
+
+def run_head(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
+    """States (..., D) -> logits (..., V)."""
+    return F.linear(run_final_norm(roles, spec, states), roles["head.weight"])
+
+
+def run_norm(roles: Roles, norm: str, spec: ModelSpec, states: Tensor) -> Tensor:
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019), with a bias where there is one."""
+    weight, bias = roles[f"{norm}.weight"], roles.get(f"{norm}.bias")
+    if spec.norm is Norm.LAYERNORM:
+        return F.layer_norm(states, weight.shape, weight, bias, spec.norm_eps)
+    normed = F.rms_norm(states, weight.shape, weight, spec.norm_eps)
+    return normed if bias is None else normed + bias
+
+
+def run_attention(roles: Roles, spec: ModelSpec, index: int, states: Tensor) -> Tensor:
+    """Causal self-attention of layer `index` on normed states."""
+    batch, length, _ = states.shape
+
+    def heads(part: str, count: int) -> Tensor:
+        return _linear(roles, part, states).view(batch, length, count, spec.head_dim).transpose(1, 2)
+
+    q, k, v = heads("q", spec.num_heads), heads("k", spec.num_kv_heads), heads("v", spec.num_kv_heads)
+    if spec.rope is not None:
+        cos, sin = rope_table(spec, length, states.dtype, states.device)
+        q, k = (rotate(x, cos, sin, spec.rope) for x in (q, k))
+    mixed = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=spec.attention_scales[index], enable_gqa=spec.num_heads != spec.num_kv_heads
+    )
+    return _linear(roles, "o", mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+def run_mlp(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
+    """The MLP on normed states."""
+    up = _linear(roles, "up", states)
+    hidden = activate(spec.activation, _linear(roles, "gate", states)) * up if spec.gated_mlp else None
+    return _linear(roles, "down", activate(spec.activation, up) if hidden is None else hidden)
+
+
+def activate(activation: Activation, x: Tensor) -> Tensor:
+    """The activation function, elementwise."""
+    if activation is Activation.GELU_ERF:
+        return F.gelu(x)
+    if activation is Activation.GELU_TANH:
+        return F.gelu(x, approximate="tanh")
+    if activation is Activation.QUICK_GELU:
+        return x * torch.sigmoid(1.702 * x)
+    if activation is Activation.RELU:
+        return F.relu(x)
+    return F.silu(x)
+
+
+def rope_table(spec: ModelSpec, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (T, rotary_dim / 2), attention factor included (Su et al. 2021, eq. 34)."""
+    rope = spec.rope
+    assert rope is not None
+    frequencies, factor = rope_frequencies(rope, spec.context, spec.head_dim)
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    positions = torch.arange(length, device=device, dtype=precise)
+    angles = torch.outer(positions, frequencies.to(device=device, dtype=precise))
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def rope_frequencies(rope: RopeSpec, context: int, head_dim: int) -> tuple[Tensor, float]:
+    """Angle per position of each rotary pair, (rotary_dim / 2,) in fp32, and the factor on cos and sin.
+
+    Scaled kinds of RoPE (llama3, yarn, linear, ...) are transformers' own functions.
+    """
+    if rope.scaling is None:
+        exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+        return 1.0 / (rope.theta**exponents), 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=context,
+        rope_parameters={**rope.scaling, "rope_theta": rope.theta},
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope.scaling["rope_type"]](config, device=torch.device("cpu"))
+    return frequencies, float(factor)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: RopeSpec) -> Tensor:
+    """Rotate the pairs of each head, (B, H, T, head_dim), by the angles of its position."""
+    turned, rest = x[..., : rope.rotary_dim], x[..., rope.rotary_dim :]
+    if rope.layout is RopeLayout.INTERLEAVED:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned.chunk(2, dim=-1)
+    parts = (first * cos - second * sin, first * sin + second * cos)
+    if rope.layout is RopeLayout.INTERLEAVED:
+        turned = torch.stack(parts, dim=-1).flatten(-2)
+    else:
+        turned = torch.cat(parts, dim=-1)
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def _linear(roles: Roles, part: str, x: Tensor) -> Tensor:
+    return F.linear(x, roles[f"{part}.weight"], roles.get(f"{part}.bias"))
+
+
+def flops_per_token(spec: ModelSpec, length: int) -> int:
+    """Multiply-adds of one token at the end of a sequence of `length`, counted as two operations each."""
+    attention = spec.hidden_size * (2 * spec.query_size + 2 * spec.key_value_size)
+    mlp = spec.hidden_size * spec.intermediate_size * (3 if spec.gated_mlp else 2)
+    scores = 2 * spec.query_size * length
+    return 2 * (spec.num_layers * (attention + mlp + scores) + spec.hidden_size * spec.vocab_size)

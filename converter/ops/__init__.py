@@ -1,0 +1,126 @@
+"""Ops: one conversion step a file, found by decorator or entry point.
+
+An op is a frozen dataclass whose fields are its parameters in a recipe. `change` maps the spec,
+`apply` maps one block's roles; both ask for roles and facts, never for a family's names. To add one,
+write a file here with a class under `@op`, or publish it under the entry point group `converter.ops`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from converter.errors import UnsupportedError
+from converter.source import Dropped
+from converter.spec import BlockRef, ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Block(dict[str, "Tensor"]):
+    """Roles of one block -> tensors, linears as (out, in). An op never changes a tensor in place."""
+
+    def but(self, **changes: Tensor) -> Block:
+        """A copy with some roles replaced, written with `_` for the dot: `but(q_weight=...)`."""
+        return Block({**self, **{key[::-1].replace("_", ".", 1)[::-1]: value for key, value in changes.items()}})
+
+    def without(self, *roles: str) -> Block:
+        """A copy that lacks some roles."""
+        return Block({role: tensor for role, tensor in self.items() if role not in roles})
+
+
+class Calibration(ABC):
+    """What a calibrated op may look at: activations at the depth of the block that it is given."""
+
+    @abstractmethod
+    def batches(self) -> Iterator[Tensor]:
+        """States (N, D) that enter this block in the model converted so far, padding left out."""
+
+
+@dataclass
+class Notes:
+    """What an op wants told in the report."""
+
+    block: BlockRef
+    #: Role -> the tensor of the source that it came from, for messages.
+    origins: Mapping[str, str] = field(default_factory=dict)
+    dropped: list[Dropped] = field(default_factory=list)
+    facts: dict[str, float] = field(default_factory=dict)
+
+    def name(self, role: str) -> str:
+        """A role in words that a user of the source recognises."""
+        origin = self.origins.get(role)
+        return f"{self.block}.{role}" + (f" (from {origin})" if origin else "")
+
+    def drop(self, role: str, reason: str, tensor: Tensor) -> None:
+        """A role that the result does not hold, with its norm (nothing on meta tensors)."""
+        norm = None if tensor.is_meta else float(tensor.double().norm())
+        self.dropped.append(Dropped(f"{self.block}.{role}", reason, norm))
+
+
+class Op(ABC):
+    """One conversion step."""
+
+    #: The name in recipes.
+    name: ClassVar[str]
+    #: One line for people.
+    summary: ClassVar[str]
+    #: Whether it needs activations; `apply` then gets a `Calibration`, but in a dry run.
+    calibrated: ClassVar[bool] = False
+
+    @abstractmethod
+    def exact(self, spec: ModelSpec) -> bool:
+        """Whether the function stays the same up to rounding, for a model of this spec."""
+
+    def needed(self, spec: ModelSpec) -> bool:
+        """Whether there is anything to do; an op that is not needed changes nothing."""
+        return True
+
+    @abstractmethod
+    def change(self, spec: ModelSpec) -> ModelSpec:
+        """The spec afterwards. Raises UnsupportedError where the op does not fit."""
+
+    @abstractmethod
+    def apply(
+        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
+    ) -> Block:
+        """One block afterwards, `spec` being the one before. Works on meta tensors without calibration."""
+
+
+O = TypeVar("O", bound=type[Op])  # noqa: E741 - an op
+_REGISTRY: dict[str, type[Op]] = {}
+
+
+def op(cls: O) -> O:
+    """Register an op under its name."""
+    if cls.name in _REGISTRY:
+        raise ValueError(f"two ops are called '{cls.name}'")
+    _REGISTRY[cls.name] = cls
+    return cls
+
+
+@cache
+def _load_all() -> None:
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    for entry in entry_points(group="converter.ops"):
+        entry.load()
+
+
+def ops() -> Mapping[str, type[Op]]:
+    """Every op, by name."""
+    _load_all()
+    return _REGISTRY
+
+
+def require(condition: bool, op_name: str, what: str, fix: str | None = None) -> None:
+    """Refuse a spec that an op does not fit."""
+    if not condition:
+        raise UnsupportedError(f"{op_name} does not fit: {what}", fix=fix)

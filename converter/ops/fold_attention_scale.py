@@ -1,0 +1,38 @@
+"""Fold any attention scale into q: (s q).k = (sqrt(d) s q).k / sqrt(d). Exact.
+
+A LLaMA always divides by sqrt(head_dim). GPT-2 variants divide by the layer's number as well, or not
+at all, so the quotient of the two scales goes into the rows and the bias of q.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from converter.ops import Block, Calibration, Notes, Op, op
+from converter.spec import BlockRef, ModelSpec
+
+
+@op
+@dataclass(frozen=True)
+class FoldAttentionScale(Op):
+    """Fold the attention scale into q weight and bias."""
+
+    name = "fold_attention_scale"
+    summary = "put any attention scale but 1/sqrt(head_dim) into q"
+
+    def exact(self, spec: ModelSpec) -> bool:  # noqa: D102 - see Op
+        return True
+
+    def needed(self, spec: ModelSpec) -> bool:  # noqa: D102
+        return any(scale != spec.standard_attention_scale for scale in spec.attention_scales)
+
+    def change(self, spec: ModelSpec) -> ModelSpec:  # noqa: D102
+        return spec.replace(attention_scales=(spec.standard_attention_scale,) * spec.num_layers)
+
+    def apply(  # noqa: D102
+        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
+    ) -> Block:
+        if ref.kind != "layer" or not self.needed(spec):
+            return block
+        factor = spec.attention_scales[ref.index] / spec.standard_attention_scale
+        return Block({role: tensor * factor if role.startswith("q.") else tensor for role, tensor in block.items()})

@@ -1,0 +1,84 @@
+"""LayerNorm -> RMSNorm: LN(x) = RMSNorm(x) g + b for every x whose mean is zero. Exact.
+
+LayerNorm takes the mean off before it divides by the root mean square. When everything that is added
+to the residual stream is centred over the hidden dimension - embeddings, attention output, MLP
+output - the stream's mean is zero at every norm and taking it off does nothing. The gain g stays,
+the bias b moves into the biases of the linears that read the norm: W (n + b) = W n + W b. The final
+norm's bias stays where it is; the head has no bias to take it (`fold_final_norm_bias`).
+
+The idea is in Ashkboos et al. 2024 (SliceGPT, section 3.1); the folds are computed in fp64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from converter.ops import Block, Calibration, Notes, Op, op, require
+from converter.spec import BlockRef, ModelSpec, Norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Rows that are centred at once in fp64, so that an embedding matrix needs no fp64 copy.
+_ROWS = 4096
+
+
+@op
+@dataclass(frozen=True)
+class LayerNormToRMSNorm(Op):
+    """Centre all that writes to the residual stream, and fold the norm biases into their readers."""
+
+    name = "layernorm_to_rmsnorm"
+    summary = "centre the residual stream, fold the norms' biases into their readers"
+
+    def exact(self, spec: ModelSpec) -> bool:  # noqa: D102 - see Op
+        return True
+
+    def change(self, spec: ModelSpec) -> ModelSpec:  # noqa: D102
+        require(spec.norm is Norm.LAYERNORM, self.name, "the model has RMSNorm already, and centring would change it")
+        require(spec.pre_norm, self.name, "the norms stand after the sublayers (post-LN)", "Use a post-LN recipe")
+        require(
+            not spec.tied_head,
+            self.name,
+            "the head is tied to the embeddings, which are to be centred",
+            "Put untie_head before it",
+        )
+        readers = {"q", "k", "v", "up", *(["gate"] if spec.gated_mlp else [])} if spec.norm_bias else set()
+        return spec.replace(norm=Norm.RMSNORM, norm_bias=False, biases=spec.biases | readers)
+
+    def apply(  # noqa: D102
+        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
+    ) -> Block:
+        if ref.kind == "embeddings":
+            return Block({role: centre_rows(table) for role, table in block.items()})
+        if ref.kind == "head":
+            return block
+        readers = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up") if spec.gated_mlp else ("up",)}
+        result = block.without("attn_norm.bias", "mlp_norm.bias")
+        for norm, linears in readers.items():
+            if spec.norm_bias:
+                for linear in linears:
+                    result[f"{linear}.bias"] = fold_bias(
+                        block[f"{linear}.weight"], block[f"{norm}.bias"], block.get(f"{linear}.bias")
+                    )
+        for writer in ("o", "down"):
+            result[f"{writer}.weight"] = centre_rows(block[f"{writer}.weight"].T).T
+            if f"{writer}.bias" in block:
+                result[f"{writer}.bias"] = centre_rows(block[f"{writer}.bias"][None])[0]
+        return result
+
+
+def centre_rows(table: Tensor) -> Tensor:
+    """Each row of (N, D) less its mean, computed in fp64."""
+    centred = table.new_empty(table.shape)
+    for start in range(0, table.shape[0], _ROWS):
+        rows = table[start : start + _ROWS].double()
+        centred[start : start + _ROWS] = rows - rows.mean(dim=1, keepdim=True)
+    return centred
+
+
+def fold_bias(weight: Tensor, shift: Tensor, bias: Tensor | None) -> Tensor:
+    """The bias that makes W n + bias' = W (n + shift) + bias, computed in fp64."""
+    folded = weight.double() @ shift.double()
+    return (folded if bias is None else folded + bias.double()).to(weight.dtype)

@@ -1,0 +1,60 @@
+"""Learned positions -> RoPE. Lossy: the step that costs the most, and the one that healing is for.
+
+A learned position vector is added once, to the embedding, and reaches everything; RoPE (Su et al.
+2021) turns q and k in every layer and reaches the attention logits only. What can be kept of the
+vectors without data is their mean, which goes into the token embeddings. The k bias does nothing in a
+model without RoPE (it adds the same amount to all logits of a row), so whatever it holds is noise;
+rotated it would not be nothing, and is set to zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from converter.ops import Block, Calibration, Notes, Op, op, require
+from converter.spec import BlockRef, ModelSpec, Positions, RopeLayout, RopeSpec
+
+
+
+@op
+@dataclass(frozen=True)
+class LearnedPositionsToRope(Op):
+    """Fold the mean position into the embeddings, clear the k bias, rotate q and k."""
+
+    theta: float = 10000.0
+    layout: Literal["half_split"] = "half_split"
+
+    name = "learned_positions_to_rope"
+    summary = "fold the mean position into the embeddings and rotate q and k"
+
+    def exact(self, spec: ModelSpec) -> bool:  # noqa: D102 - see Op
+        return False
+
+    def change(self, spec: ModelSpec) -> ModelSpec:  # noqa: D102
+        require(spec.positions is Positions.LEARNED, self.name, "the model has no learned positions")
+        require(spec.head_dim % 2 == 0, self.name, f"rotary pairs need an even head_dim, and it is {spec.head_dim}")
+        require(
+            not spec.tied_head,
+            self.name,
+            "the head is tied to the embeddings, which are to take the mean position",
+            "Put untie_head before it",
+        )
+        require(math.isfinite(self.theta) and self.theta > 1, self.name, f"theta must be above 1, and is {self.theta}")
+        rope = RopeSpec(theta=self.theta, rotary_dim=spec.head_dim, layout=RopeLayout(self.layout))
+        return spec.replace(positions=Positions.ROPE, rope=rope)
+
+    def apply(  # noqa: D102
+        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
+    ) -> Block:
+        if ref.kind == "embeddings":
+            positions = block["positions.weight"].double()
+            mean = positions.mean(dim=0)
+            notes.drop("positions.weight", "positions beyond their mean, which is in embed.weight", positions - mean)
+            embed = block["embed.weight"]
+            return Block({"embed.weight": embed + mean.to(embed.dtype)})
+        if ref.kind == "layer" and "k.bias" in block:
+            notes.drop("k.bias", "does nothing before RoPE and would be noise after it; zeros", block["k.bias"])
+            return block.but(k_bias=block["k.bias"].new_zeros(block["k.bias"].shape))
+        return block

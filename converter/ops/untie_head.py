@@ -1,0 +1,31 @@
+"""Give the output head its own matrix, so that the embeddings can change without it. Exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from converter.ops import Block, Calibration, Notes, Op, op
+from converter.spec import BlockRef, ModelSpec
+
+
+@op
+@dataclass(frozen=True)
+class UntieHead(Op):
+    """Store the head apart from the embeddings."""
+
+    name = "untie_head"
+    summary = "store the output head apart from the embeddings"
+
+    def exact(self, spec: ModelSpec) -> bool:  # noqa: D102 - see Op
+        return True
+
+    def needed(self, spec: ModelSpec) -> bool:  # noqa: D102
+        return spec.tied_head
+
+    def change(self, spec: ModelSpec) -> ModelSpec:  # noqa: D102
+        return spec.replace(tied_head=False)
+
+    def apply(  # noqa: D102
+        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
+    ) -> Block:
+        return block  # the head block holds head.weight in any case; the tie is a fact of the spec

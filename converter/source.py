@@ -1,0 +1,193 @@
+"""A checkpoint read through its family: the spec, the accounts, and the blocks.
+
+Every tensor is used by a mapping, dropped with a reason, or an error; every config field is read,
+ignored with a reason, or an error. Opening reads headers only and imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converter.checkpoint import Checkpoint
+from converter.config import ConfigReader
+from converter.errors import CheckpointError, UnsupportedError, did_you_mean
+from converter.families import Family, find_family
+from converter.spec import BlockRef, ModelSpec, block_shapes, blocks
+
+if TYPE_CHECKING:
+    import torch
+
+    from converter.ops import Block
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A tensor, or a part of one, that the result does not hold."""
+
+    name: str
+    reason: str
+    norm: float | None = None
+
+
+class SourceModel:
+    """An opened checkpoint of a known family."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.where = str(checkpoint.path / "config.json")
+        self.family: Family = find_family(checkpoint.config, self.where)
+        self.names = self._bare_names()
+        self.dropped: list[Dropped] = []
+        config = ConfigReader(checkpoint.config, self.where)
+        self.spec: ModelSpec = self.family.read_spec(config, self._decide_tie(config))
+        self.config_accounts: dict[str, str] = config.finish()
+        #: Bare tensor name -> the roles it holds, as "layers.0.q.weight".
+        self.used: dict[str, list[str]] = {}
+        self._account_for_tensors()
+
+    @classmethod
+    def open(cls, path: str | Path) -> SourceModel:
+        """Open a checkpoint folder; raises a ConverterError for whatever is wrong with it."""
+        return cls(Checkpoint.open(path))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that most parameters are stored in."""
+        sizes: Counter[str] = Counter()
+        for name in self.used:
+            info = self.checkpoint.tensors[self.names[name]]
+            sizes[info.dtype] += info.nbytes
+        return sizes.most_common(1)[0][0]
+
+    def token_ids(self) -> dict[str, Any]:
+        """bos, eos and pad as the source means them: its config, its generation config, its class's defaults."""
+        generation = self.checkpoint.generation_config or {}
+        ids = {}
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            default = generation.get(key, self.family.default_token_ids.get(key))
+            if isinstance(default, int) and not 0 <= default < self.spec.vocab_size:
+                default = None
+            ids[key] = self.checkpoint.config.get(key, default)
+        return ids
+
+    def read_block(self, block: BlockRef, dtype: torch.dtype, device: torch.device | str = "cpu") -> Block:
+        """The roles of a block, checked to be finite, in the working dtype."""
+        from converter.ops import Block
+
+        roles: Block = Block()
+        for mapping in self.family.mappings(self.spec, block):
+            tensors = [self._read(name).to(device=device, dtype=dtype) for name in mapping.names]
+            roles.update(zip(mapping.roles, mapping.to_roles(*tensors), strict=True))
+        return roles
+
+    def _read(self, bare: str) -> torch.Tensor:
+        import torch
+
+        tensor = self.checkpoint.read(self.names[bare])
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"tensor '{self.names[bare]}' is of type {str(tensor.dtype).removeprefix('torch.')}",
+                where=str(self.checkpoint.tensors[self.names[bare]].file),
+                why="weights are floating-point numbers; integers here mean a quantised or damaged checkpoint",
+            )
+        low, high = torch.aminmax(tensor)
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            kind = "NaN" if torch.isnan(low) else "Inf"
+            raise CheckpointError(
+                f"tensor '{self.names[bare]}' contains {kind}",
+                where=str(self.checkpoint.tensors[self.names[bare]].file),
+                why="a model with such a weight computes nothing",
+                fix="Take a checkpoint from before training diverged",
+            )
+        return tensor
+
+    def check_contents(self) -> None:
+        """Look inside the tensors that are to be dropped; raises where one of them carries something."""
+        for drop in self.family.drops:
+            for bare, name in self.names.items():
+                if drop.check is not None and drop.matches(bare):
+                    info = self.checkpoint.tensors[name]
+                    problem = drop.check(self.checkpoint, info, self.spec)
+                    if problem:
+                        raise UnsupportedError(
+                            f"tensor '{name}' is not a {drop.reason}", where=str(info.file), why=problem
+                        )
+
+    def _bare_names(self) -> dict[str, str]:
+        names: dict[str, str] = {}
+        for name in self.checkpoint.tensors:
+            bare = self.family.bare_name(name)
+            if bare in names:
+                raise CheckpointError(
+                    f"'{names[bare]}' and '{name}' are one and the same tensor",
+                    where=str(self.checkpoint.path),
+                    why=f"the prefix '{self.family.prefix}' is optional, so which of the two is meant is not known",
+                    fix="Keep one of them",
+                )
+            names[bare] = name
+        return names
+
+    def _decide_tie(self, config: ConfigReader) -> bool:
+        """Ties are decided from the tensors: a trained head is never overwritten, a missing one never made up."""
+        flag = config.read("tie_word_embeddings", bool, self.family.ties_by_default)
+        embedding, head = self.family.embedding, self.family.head
+        if head not in self.names:
+            if not flag:
+                raise CheckpointError(
+                    f"the config says tie_word_embeddings = false, and there is no tensor '{head}'",
+                    where=str(self.checkpoint.path),
+                    why="the trained head is missing, and a made-up one would be random",
+                    fix="Add the head, or set tie_word_embeddings to true if the model was trained with a tied one",
+                )
+            return True
+        if embedding in self.names and self.checkpoint.same_tensor(self.names[embedding], self.names[head]):
+            if flag:
+                self.dropped.append(Dropped(self.names[head], "a copy of the embedding, to which the head is tied"))
+            return flag
+        return False
+
+    def _account_for_tensors(self) -> None:
+        expected: dict[str, tuple[int, ...]] = {}
+        for block in blocks(self.spec):
+            shapes = block_shapes(self.spec, block)
+            for mapping in self.family.mappings(self.spec, block):
+                for name, shape in zip(mapping.names, mapping.name_shapes(shapes), strict=True):
+                    expected[name] = shape
+                    self.used.setdefault(name, []).extend(f"{block}.{role}" for role in mapping.roles)
+        self._refuse_missing(expected)
+        accounted = {self.family.bare_name(drop.name) for drop in self.dropped} | set(expected)
+        for bare, name in self.names.items():
+            if bare in accounted:
+                continue
+            reason = next((drop.reason for drop in self.family.drops if drop.matches(bare)), None)
+            if reason is None:
+                raise UnsupportedError(
+                    f"tensor '{name}' {list(self.checkpoint.tensors[name].shape)} is unknown to family "
+                    f"'{self.family.name}'",
+                    where=str(self.checkpoint.tensors[name].file),
+                    why="leaving out a weight that is not understood would change the model",
+                    fix=did_you_mean(bare, expected),
+                )
+            self.dropped.append(Dropped(name, reason))
+
+    def _refuse_missing(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        missing = [name for name in expected if name not in self.names]
+        if missing:
+            raise CheckpointError(
+                f"tensor '{missing[0]}' is missing"
+                + (f" (and {len(missing) - 1} more, up to '{missing[-1]}')" if missing[1:] else ""),
+                where=str(self.checkpoint.path),
+                why=f"a {self.family.name} of this config has it",
+                fix=did_you_mean(missing[0], self.names),
+            )
+        for bare, shape in expected.items():
+            info = self.checkpoint.tensors[self.names[bare]]
+            if info.shape != shape:
+                raise CheckpointError(
+                    f"tensor '{info.name}' has shape {list(info.shape)}, and the config means {list(shape)}",
+                    where=str(info.file),
+                )
