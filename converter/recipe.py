@@ -56,6 +56,8 @@ class Recipe:
     description: str = ""
     verify: VerifySettings = VerifySettings()
     calibration: CalibrationSettings = CalibrationSettings()
+    #: Where each step stands, as "file:line".
+    places: tuple[str, ...] = ()
 
     @property
     def calibrated(self) -> bool:
@@ -123,7 +125,7 @@ def parse_recipe(text: str, where: str, overrides: Iterable[str] = ()) -> Recipe
     for key in ("name", "source", "target", "steps"):
         if key not in top:
             raise RecipeError(f"the recipe has no '{key}'", where=where)
-    steps = [reader.step(node) for node in reader.sequence(top["steps"][1], "steps")]
+    nodes = reader.sequence(top["steps"][1], "steps")
     sections = {
         "verify": reader.settings(top.get("verify"), VerifySettings, "verify"),
         "calibration": reader.settings(top.get("calibration"), CalibrationSettings, "calibration"),
@@ -133,7 +135,8 @@ def parse_recipe(text: str, where: str, overrides: Iterable[str] = ()) -> Recipe
         source=reader.value(top["source"][1], str, "source"),
         target=reader.value(top["target"][1], str, "target"),
         description=reader.value(top["description"][1], str, "description") if "description" in top else "",
-        steps=tuple(steps),
+        steps=tuple(reader.step(node) for node in nodes),
+        places=tuple(reader.place(node) for node in nodes),
         **sections,
     )
     for override in overrides:
@@ -179,8 +182,10 @@ class _Reader:
         self.where, self.lines = where, lines
 
     def error(self, node: Node, what: str, fix: str | None = None) -> RecipeError:
-        line = f":{node.start_mark.line + 1}" if node is not None and self.lines else ""
-        return RecipeError(what, where=f"{self.where}{line}", fix=fix)
+        return RecipeError(what, where=self.place(node), fix=fix)
+
+    def place(self, node: Node) -> str:
+        return f"{self.where}:{node.start_mark.line + 1}" if node is not None and self.lines else self.where
 
     def mapping(self, node: Node, what: str) -> dict[str, tuple[yaml.Node, yaml.Node]]:
         """Key -> (key node, value node)."""

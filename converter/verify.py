@@ -1,0 +1,225 @@
+"""Compare two models on text: KL and loss in nats per token, top-1 agreement, by position bucket.
+
+KL(A || B) is summed over the vocabulary and averaged over tokens, with softmaxes in fp64: near 1e-9 fp32
+alone shows differences between equal logits. `F.kl_div(reduction="mean")` divides by the vocabulary
+and is not used. A and B run as transformers' own classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from converter.errors import CheckpointError, ConverterError, UnsupportedError
+from converter.source import SourceModel
+from converter.text import Windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: First positions of the buckets that figures are split by.
+_BUCKET_STARTS = (0, 1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192)
+#: Rows whose fp64 distributions are held at once, at a vocabulary of 50257 about 200 MB each.
+_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Nats per token over `tokens` predictions at the positions `first` to `last`."""
+
+    first: int
+    last: int
+    tokens: int
+    kl: float
+    source_loss: float
+    loss: float
+    agreement: float
+
+    @property
+    def loss_increase(self) -> float:
+        """Loss above the source's."""
+        return self.loss - self.source_loss
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far model B is from model A (the source)."""
+
+    total: Figures
+    buckets: tuple[Figures, ...]
+    #: Largest difference of two logits, and the largest logit of A.
+    max_difference: float
+    max_logit: float
+
+    @property
+    def relative_difference(self) -> float:
+        """Largest logit difference over the largest logit."""
+        return self.max_difference / max(self.max_logit, 1e-300)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"relative_difference": self.relative_difference}
+
+
+class Tally:
+    """Adds up a comparison, position by position."""
+
+    def __init__(self, context: int) -> None:
+        #: Rows: count, KL, source loss, loss, top-1 agreement.
+        self.sums = torch.zeros(5, context, dtype=torch.float64)
+        self.max_difference = 0.0
+        self.max_logit = 0.0
+
+    def add(self, source: Tensor, other: Tensor, targets: Tensor, positions: Tensor) -> None:
+        """Logits (N, V) of both models for the tokens `targets` (N,) that follow `positions` (N,)."""
+        log_p, log_q = source.double().log_softmax(-1), other.double().log_softmax(-1)
+        rows = torch.stack(
+            [
+                torch.ones(len(targets), dtype=torch.float64, device=source.device),
+                (log_p.exp() * (log_p - log_q)).sum(-1),
+                -log_p.gather(1, targets[:, None])[:, 0],
+                -log_q.gather(1, targets[:, None])[:, 0],
+                (log_p.argmax(-1) == log_q.argmax(-1)).double(),
+            ]
+        )
+        self.sums.index_add_(1, positions.cpu(), rows.cpu())
+        self.max_difference = max(self.max_difference, float((source - other).abs().max()))
+        self.max_logit = max(self.max_logit, float(source.abs().max()))
+
+    def comparison(self) -> Comparison:
+        """What was added up."""
+        context = self.sums.shape[1]
+        starts = [start for start in _BUCKET_STARTS if start < context]
+        edges = zip(starts, [*starts[1:], context], strict=True)
+        buckets = [self._figures(first, end) for first, end in edges if self.sums[0, first:end].sum() > 0]
+        return Comparison(self._figures(0, context), tuple(buckets), self.max_difference, self.max_logit)
+
+    def _figures(self, first: int, end: int) -> Figures:
+        sums = self.sums[:, first:end].sum(dim=1)
+        used = self.sums[0, first:end].nonzero()
+        count = sums[0].item()
+        kl, source_loss, loss, agreement = (sums[1:] / count).tolist()
+        last = first + int(used.max()) if len(used) else end - 1
+        return Figures(first, last, int(count), kl, source_loss, loss, agreement)
+
+
+def predictions(windows: Windows, batch: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Which (row, position) of a batch of windows predicts which token: three (N,) tensors."""
+    ids = torch.from_numpy(windows.ids[batch])
+    lengths = torch.from_numpy(windows.lengths[batch])
+    rows, positions = torch.nonzero(torch.arange(ids.shape[1])[None] < lengths[:, None] - 1, as_tuple=True)
+    return rows, positions, ids[rows, positions + 1]
+
+
+def batches(windows: Windows, tokens: int = 4096) -> Iterator[slice]:
+    """Slices of windows that hold about this many tokens each."""
+    count, context = windows.ids.shape
+    size = max(1, tokens // context)
+    yield from (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def compare(source: PreTrainedModel, other: PreTrainedModel, windows: Windows, device: str = "cpu") -> Comparison:
+    """Run two transformers models over the same windows."""
+    tally = Tally(windows.ids.shape[1])
+    models = [model.to(device).eval() for model in (source, other)]
+    vocabularies = {model.config.vocab_size for model in models}
+    if len(vocabularies) > 1:
+        raise UnsupportedError(
+            f"the two models have vocabularies of {' and '.join(map(str, sorted(vocabularies)))} tokens",
+            why="a KL needs the same tokens on both sides",
+        )
+    with torch.no_grad():
+        for batch in batches(windows, tokens=max(windows.ids.shape[1], 60_000_000 // vocabularies.pop())):
+            ids = torch.from_numpy(windows.ids[batch]).to(device)
+            rows, positions, targets = (t.to(device) for t in predictions(windows, batch))
+            logits = [model(input_ids=ids, use_cache=False).logits for model in models]
+            for part in torch.arange(len(targets), device=device).split(_ROWS):
+                tally.add(
+                    *(each[rows[part], positions[part]].float() for each in logits), targets[part], positions[part]
+                )
+    return tally.comparison()
+
+
+def load_transformers(source: SourceModel) -> PreTrainedModel:
+    """A checkpoint as transformers' own class in fp32, by clean names and strictly: nothing stays random.
+
+    transformers itself would silently leave weights random whose names carry a wrapper such as
+    `module.` or `_orig_mod.`.
+    """
+    import transformers
+
+    quiet_transformers()
+    cls = getattr(transformers, source.family.model_class)
+    try:
+        config = cls.config_class.from_pretrained(source.checkpoint.path, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError("transformers refuses this config", where=source.where, why=str(error)) from error
+    config.tie_word_embeddings = source.spec.tied_head
+    model: PreTrainedModel = cls(config).float()
+    state = {
+        source.family.full_name(bare): source.checkpoint.read(source.names[bare]).float() for bare in source.used
+    }
+    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    tied = {source.family.full_name(source.family.head)} if source.spec.tied_head else set()
+    if set(missing) - tied or unexpected:
+        raise CheckpointError(
+            f"transformers' {source.family.model_class} has other tensors than our mapping",
+            where=str(source.checkpoint.path),
+            why=f"missing: {sorted(set(missing) - tied)}, unexpected: {sorted(unexpected)}",
+        )
+    return model.eval()
+
+
+def load_plain(path: Path) -> PreTrainedModel:
+    """A folder as anybody would load it; raises where a tensor is missing, left over or of another shape."""
+    from transformers import AutoModelForCausalLM
+
+    quiet_transformers()
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, output_loading_info=True, local_files_only=True, trust_remote_code=False
+    )
+    faults = {kind: info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(kind)}
+    if faults:
+        raise CheckpointError("transformers does not find its tensors in the files", where=str(path), why=str(faults))
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def load_any(path: Path) -> PreTrainedModel:
+    """Through our family where we know it, plainly otherwise."""
+    try:
+        return load_transformers(SourceModel.open(path))
+    except UnsupportedError as error:
+        try:
+            return load_plain(path)
+        except ConverterError:
+            raise
+        except Exception:
+            raise error from None
+
+
+def quiet_transformers() -> None:
+    """No progress bars and no advice from transformers between our own lines."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def expected_kl(path: Path) -> float | None:
+    """The KL to its source that a converted checkpoint's own `conversion.json` reports."""
+    record = path / "conversion.json"
+    if not record.is_file():
+        return None
+    try:
+        verification = json.loads(record.read_text(encoding="utf-8")).get("verification")
+        return float(verification["total"]["kl"]) if verification else None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError("conversion.json is damaged", where=str(record), why=str(error)) from error
