@@ -1,0 +1,52 @@
+"""Upgrade trained GPT-2-style checkpoints to LLaMA-style ones and keep what the models learnt.
+
+    import converter
+
+    converter.inspect("gpt2-folder").spec
+    report = converter.convert("gpt2-folder", "llama-folder", text=["corpus.txt"])
+    converter.verify("gpt2-folder", "llama-folder", text=["other.txt"]).total.kl
+
+torch and transformers are imported when a function that needs them is called first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from converter.conversion import convert, plan_conversion
+    from converter.errors import ConverterError
+    from converter.inspection import Inspection, inspect
+    from converter.report import ConversionReport
+    from converter.verification import Comparison, verify
+
+__all__ = [
+    "Comparison",
+    "ConversionReport",
+    "ConverterError",
+    "Inspection",
+    "convert",
+    "inspect",
+    "plan_conversion",
+    "verify",
+]
+
+_HOMES = {
+    "Comparison": "verification",
+    "ConversionReport": "report",
+    "ConverterError": "errors",
+    "Inspection": "inspection",
+    "convert": "conversion",
+    "inspect": "inspection",
+    "plan_conversion": "conversion",
+    "verify": "verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'converter' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"converter.{_HOMES[name]}"), name)

@@ -133,7 +133,15 @@ class ConfigReader:
 
     def finish(self) -> dict[str, str]:
         """The accounts; an error for a field that nobody has accounted for."""
-        for key in ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
+        for key in (
+            "model_type",
+            "dtype",
+            "torch_dtype",
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "unk_token_id",
+        ):
             if key in self.config:
                 self.accounts[key] = "read"
         self._check_dtypes()

@@ -27,6 +27,9 @@ HELD_OUT = {
     "xml/sax/saxutils.py": "3fe2cdb6386e0c4d42d37c657bbecb78b69c57aedb1610dbd8bf4043944130ab",
 }
 
+#: sha256 of `examples/tiny-gpt2/model.safetensors`: the one checkpoint that this corpus is for.
+TINY_GPT2_SHA256 = "835cf7f22d30044b17d496eb668582a4d71e8490a9330906391b3a1fcea24b29"
+
 #: Folders that hold no library prose-and-code: installed packages, test suites, character tables.
 _EXCLUDED_PARTS = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
 

@@ -21,7 +21,8 @@ class ConverterError(Exception):
 
     def __str__(self) -> str:
         parts = [f"{self.where}: {self.what}" if self.where else self.what, self.why, self.fix]
-        return " ".join(part if part.endswith((".", "?", "!")) else part + "." for part in parts if part)
+        sentences = (part if part.endswith((".", "?", "!")) else part + "." for part in parts if part)
+        return " ".join(sentence[0].upper() + sentence[1:] if n else sentence for n, sentence in enumerate(sentences))
 
 
 class CheckpointError(ConverterError):

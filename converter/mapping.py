@@ -53,20 +53,20 @@ class Direct:
     role: str
 
     @property
-    def names(self) -> tuple[str, ...]:  # noqa: D102 - see TensorMapping
+    def names(self) -> tuple[str, ...]:
         return (self.name,)
 
     @property
-    def roles(self) -> tuple[str, ...]:  # noqa: D102
+    def roles(self) -> tuple[str, ...]:
         return (self.role,)
 
-    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
 
-    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
 
-    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:  # noqa: D102
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
         return (roles[self.role],)
 
     def __str__(self) -> str:
@@ -77,13 +77,13 @@ class Direct:
 class Transposed(Direct):
     """A linear stored as (in, out), as GPT-2's Conv1D does."""
 
-    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return (tensors[0].T,)
 
-    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return (tensors[0].T,)
 
-    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:  # noqa: D102
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
         return (roles[self.role][::-1],)
 
     def __str__(self) -> str:
@@ -128,17 +128,17 @@ class FusedQKV:
             raise ValueError(f"CodeGen's layout needs a multiple of {_CODEGEN_BLOCKS} heads")
 
     @property
-    def names(self) -> tuple[str, ...]:  # noqa: D102
+    def names(self) -> tuple[str, ...]:
         return (self.name,)
 
     @property
-    def roles(self) -> tuple[str, ...]:  # noqa: D102
+    def roles(self) -> tuple[str, ...]:
         return (f"q.{self.kind}", f"k.{self.kind}", f"v.{self.kind}")
 
     def __str__(self) -> str:
         return f"fused, {self.layout.value}" + (", transposed" if self.transposed else "")
 
-    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         rows = tensors[0].T if self.transposed and self.kind == "weight" else tensors[0]
         heads, kv_heads, d = self.num_heads, self.num_kv_heads, self.head_dim
         rest = rows.shape[1:]
@@ -153,7 +153,7 @@ class FusedQKV:
             q, k, v = groups[:, :-2], groups[:, -2], groups[:, -1]
         return tuple(part.reshape(-1, *rest) for part in (q, k, v))
 
-    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         import torch
 
         q, k, v = tensors
@@ -172,7 +172,7 @@ class FusedQKV:
             rows = torch.cat([grouped, k, v], dim=1).reshape(-1, *rest)
         return (rows.T if self.transposed and self.kind == "weight" else rows,)
 
-    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:  # noqa: D102
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
         shapes = [roles[role] for role in self.roles]
         shape = (sum(rows for rows, *_ in shapes), *shapes[0][1:])
         return (shape[::-1] if self.transposed else shape,)

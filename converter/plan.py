@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -164,5 +165,6 @@ def _dry_run(plan: Plan) -> Plan:
     return dataclasses.replace(plan, tensors=tensors, dropped=tuple(dropped), peak_bytes=peak)
 
 
-def _bytes(tensors: object) -> int:
-    return sum(tensor.numel() * 4 for tensor in cast("list[torch.Tensor]", list(tensors)))  # type: ignore[call-overload]
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Their size in the working dtype, fp32."""
+    return sum(tensor.numel() * 4 for tensor in tensors)

@@ -16,7 +16,6 @@ nearest right word, before any weight is read.
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from converter.ops import Op, ops
 class VerifySettings:
     """How much text the damage is measured on: at most `tokens`, in windows of `context` (0: the model's own)."""
 
-    tokens: int = 65536
+    tokens: int = 32768
     context: int = 0
 
 
@@ -41,7 +40,7 @@ class VerifySettings:
 class CalibrationSettings:
     """How much text the calibrated ops see: at most `tokens`, in windows of `context` (0: the model's own)."""
 
-    tokens: int = 131072
+    tokens: int = 65536
     context: int = 0
 
 
@@ -82,9 +81,10 @@ def _parameters(step: Op) -> dict[str, Any]:
 
 def shipped_recipes() -> dict[str, str]:
     """Name -> text of the recipes that come with the package."""
-    folder = importlib.resources.files("converter.recipes")
-    files = [entry for entry in folder.iterdir() if entry.name.endswith(".yaml")]
-    return {entry.name.removesuffix(".yaml"): entry.read_text(encoding="utf-8") for entry in sorted(files, key=str)}
+    package = Path(__file__).parent
+    installed, cloned = package / "recipes", package.parent / "recipes"
+    folder = installed if installed.is_dir() else cloned
+    return {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.yaml"))}
 
 
 def recipe_text(name_or_file: str) -> tuple[str, str]:
@@ -126,10 +126,6 @@ def parse_recipe(text: str, where: str, overrides: Iterable[str] = ()) -> Recipe
         if key not in top:
             raise RecipeError(f"the recipe has no '{key}'", where=where)
     nodes = reader.sequence(top["steps"][1], "steps")
-    sections = {
-        "verify": reader.settings(top.get("verify"), VerifySettings, "verify"),
-        "calibration": reader.settings(top.get("calibration"), CalibrationSettings, "calibration"),
-    }
     recipe = Recipe(
         name=reader.value(top["name"][1], str, "name"),
         source=reader.value(top["source"][1], str, "source"),
@@ -137,7 +133,8 @@ def parse_recipe(text: str, where: str, overrides: Iterable[str] = ()) -> Recipe
         description=reader.value(top["description"][1], str, "description") if "description" in top else "",
         steps=tuple(reader.step(node) for node in nodes),
         places=tuple(reader.place(node) for node in nodes),
-        **sections,
+        verify=reader.settings(top.get("verify"), VerifySettings, "verify"),
+        calibration=reader.settings(top.get("calibration"), CalibrationSettings, "calibration"),
     )
     for override in overrides:
         recipe = _override(recipe, override)
@@ -241,7 +238,7 @@ class _Reader:
                 fix = did_you_mean(name, known) if known else f"{what} has no parameters"
                 raise self.error(node, f"unknown parameter '{name}' of {what}", fix)
             changes[name] = self.value(node, hints[name], f"{what}.{name}")
-        return dataclasses.replace(typing.cast(Any, instance), **changes)  # type: ignore[no-any-return]
+        return dataclasses.replace(typing.cast(Any, instance), **changes)
 
     def value(self, node: Node, kind: Any, what: str) -> Any:
         """A scalar of the annotated type: bool, int, float, str or a Literal of some of them."""

@@ -22,11 +22,15 @@ class RopeLayout(str, Enum):
 
 
 class Norm(str, Enum):
+    """The kind of normalisation."""
+
     LAYERNORM = "layernorm"
     RMSNORM = "rmsnorm"
 
 
 class Activation(str, Enum):
+    """The non-linearity of the MLP."""
+
     GELU_ERF = "gelu_erf"
     GELU_TANH = "gelu_tanh"
     QUICK_GELU = "quick_gelu"  # z * sigmoid(1.702 z)
@@ -35,6 +39,8 @@ class Activation(str, Enum):
 
 
 class Positions(str, Enum):
+    """How the model knows the order of tokens."""
+
     LEARNED = "learned"
     ROPE = "rope"
 
@@ -95,10 +101,12 @@ class ModelSpec:
 
     @property
     def query_size(self) -> int:
+        """Rows of q."""
         return self.num_heads * self.head_dim
 
     @property
     def key_value_size(self) -> int:
+        """Rows of k, and of v."""
         return self.num_kv_heads * self.head_dim
 
     def to_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from converter.ops import Block, Calibration, Notes
 from converter.plan import Plan
 from converter.spec import BlockRef, ModelSpec, block_shapes, blocks
 from converter.text import Windows
-from converter.verify import Comparison, Tally, batches, predictions
+from converter.verification import Comparison, Tally, batches, predictions
 
 #: Predictions whose logits are computed at once; at a vocabulary of 50257 about 100 MB a model.
 _ROWS = 512
@@ -98,7 +98,7 @@ class StreamCalibration(Calibration):
     def __init__(self, streams: Streams, prefix: int) -> None:
         self._streams, self._prefix = streams, prefix
 
-    def batches(self) -> Iterator[Tensor]:  # noqa: D102 - see Calibration
+    def batches(self) -> Iterator[Tensor]:
         lengths = torch.from_numpy(self._streams.windows.lengths)
         states = self._streams.states[self._prefix]
         for batch in batches(self._streams.windows):
@@ -121,9 +121,10 @@ class Walk:
     ) -> None:
         self.plan, self.dtype, self.device, self.progress = plan, dtype, torch.device(device), progress
         self.notes: list[list[Notes]] = [[] for _ in plan.steps]
-        #: One for each op: the model after it, against the source and against the model before it.
+        #: One for each op: the model after it against the source.
         self.comparisons: list[Comparison] = []
-        self.changes: list[Comparison] = []
+        #: One for each op: the largest logit difference to the model before it, over the largest logit.
+        self.changes: list[float] = []
         prefixes = list(range(len(plan.steps) + 1))
         calibrated = [prefix for prefix in prefixes[1:] if plan.steps[prefix - 1].op.calibrated]
         self._evaluation = Streams(evaluation, prefixes, dtype, self.device) if evaluation is not None else None
@@ -179,11 +180,11 @@ class Walk:
         same_stream = streams.states[prefix] is streams.states[prefix - 1]
         if same_stream and current.same_function(previous) and prefix > 1:
             self.comparisons.append(self.comparisons[-1])
-            self.changes.append(_no_change(self.comparisons[-1]))
+            self.changes.append(0.0)
             return
         variants = {p: v.to(self.dtype) for p, v in ((0, source), (prefix - 1, previous), (prefix, current))}
-        context = streams.windows.ids.shape[1]
-        total, change = Tally(context), Tally(context)
+        tally = Tally(streams.windows.ids.shape[1])
+        largest_change = 0.0
         for batch in batches(streams.windows):
             rows, positions, targets = predictions(streams.windows, batch)
             for part in torch.arange(len(targets)).split(_ROWS):
@@ -195,17 +196,7 @@ class Walk:
                     )
                     for p, variant in variants.items()
                 }
-                rest = (targets[part].to(self.device), positions[part])
-                total.add(logits[0], logits[prefix], *rest)
-                if prefix > 1:
-                    change.add(logits[prefix - 1], logits[prefix], *rest)
-        self.comparisons.append(total.comparison())
-        self.changes.append(change.comparison() if prefix > 1 else self.comparisons[0])
-
-
-def _no_change(comparison: Comparison) -> Comparison:
-    """The comparison of a model with itself."""
-    from dataclasses import replace
-
-    same = [replace(f, kl=0.0, source_loss=f.loss, agreement=1.0) for f in (comparison.total, *comparison.buckets)]
-    return Comparison(same[0], tuple(same[1:]), 0.0, comparison.max_logit)
+                tally.add(logits[0], logits[prefix], targets[part].to(self.device), positions[part])
+                largest_change = max(largest_change, float((logits[prefix] - logits[prefix - 1]).abs().max()))
+        self.comparisons.append(tally.comparison())
+        self.changes.append(largest_change / max(tally.max_logit, 1e-300))

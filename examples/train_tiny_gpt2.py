@@ -53,7 +53,7 @@ def held_out_loss(model: GPT2LMHeadModel, stream: torch.Tensor, context: int) ->
     with torch.no_grad():
         losses = [model(input_ids=chunk, labels=chunk).loss.item() * len(chunk) for chunk in windows.split(8)]
     model.train()
-    return sum(losses) / len(windows)
+    return float(sum(losses) / len(windows))
 
 
 def rate_at(step: int, steps: int, peak: float, warmup: int = 200) -> float:

@@ -49,7 +49,7 @@ class GPT2(Family):
         Drop(r"h\.\d+\.attn\.masked_bias", "mask fill value"),
     )
 
-    def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:  # noqa: D102 - see Family
+    def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:
         hidden, heads = config.read("n_embd", int, 768), config.read("n_head", int, 12)
         layers = config.read("n_layer", int, 12)
         head_dim = config.divide(hidden, heads, "n_embd", "n_head")
@@ -90,7 +90,7 @@ class GPT2(Family):
             biases=frozenset({"q", "k", "v", "o", "up", "down"}),
         )
 
-    def mappings(self, spec: ModelSpec, block: BlockRef) -> list[TensorMapping]:  # noqa: D102
+    def mappings(self, spec: ModelSpec, block: BlockRef) -> list[TensorMapping]:
         if block.kind == "embeddings":
             return [Direct("wte.weight", "embed.weight"), Direct("wpe.weight", "positions.weight")]
         if block.kind == "head":

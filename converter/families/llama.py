@@ -27,7 +27,7 @@ class Llama(TargetFamily):
     default_recipe = "llama-to-llama"
     drops = (Drop(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "RoPE frequencies, computed from theta"),)
 
-    def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:  # noqa: D102 - see Family
+    def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:
         hidden, heads = config.read("hidden_size", int, 4096), config.read("num_attention_heads", int, 32)
         layers = config.read("num_hidden_layers", int, 32)
         head_dim = config.optional("head_dim", int) or config.divide(
@@ -66,7 +66,7 @@ class Llama(TargetFamily):
             rope=rope,
         )
 
-    def mappings(self, spec: ModelSpec, block: BlockRef) -> list[TensorMapping]:  # noqa: D102
+    def mappings(self, spec: ModelSpec, block: BlockRef) -> list[TensorMapping]:
         if block.kind == "embeddings":
             return [Direct(self.embedding, "embed.weight")]
         if block.kind == "head":
@@ -82,7 +82,7 @@ class Llama(TargetFamily):
             *(Direct(f"{name}.bias", f"{part}.bias") for part, name in linears.items() if part in spec.biases),
         ]
 
-    def accept(self, spec: ModelSpec) -> ModelSpec:  # noqa: D102 - see TargetFamily
+    def accept(self, spec: ModelSpec) -> ModelSpec:
         problems = [
             (spec.norm is not Norm.RMSNORM, "its norm is LayerNorm", "layernorm_to_rmsnorm"),
             (not spec.pre_norm, "its norms stand after the sublayers", "a post-LN recipe"),
@@ -106,7 +106,7 @@ class Llama(TargetFamily):
             biases |= group if biases & group else frozenset()
         return spec.replace(biases=biases)
 
-    def write_config(self, spec: ModelSpec) -> dict[str, Any]:  # noqa: D102
+    def write_config(self, spec: ModelSpec) -> dict[str, Any]:
         assert spec.rope is not None
         scaling = dict(spec.rope.scaling or {})
         return {

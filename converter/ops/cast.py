@@ -27,13 +27,13 @@ class Cast(Op):
     name = "cast"
     summary = "round every tensor to the dtype of the file"
 
-    def exact(self, spec: ModelSpec) -> bool:  # noqa: D102 - see Op
+    def exact(self, spec: ModelSpec) -> bool:
         return self.dtype == "float32"
 
-    def change(self, spec: ModelSpec) -> ModelSpec:  # noqa: D102
+    def change(self, spec: ModelSpec) -> ModelSpec:
         return spec
 
-    def apply(  # noqa: D102
+    def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
         return Block({role: self._cast(role, tensor, notes) for role, tensor in block.items()})

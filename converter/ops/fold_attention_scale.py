@@ -20,16 +20,16 @@ class FoldAttentionScale(Op):
     name = "fold_attention_scale"
     summary = "put any attention scale but 1/sqrt(head_dim) into q"
 
-    def exact(self, spec: ModelSpec) -> bool:  # noqa: D102 - see Op
+    def exact(self, spec: ModelSpec) -> bool:
         return True
 
-    def needed(self, spec: ModelSpec) -> bool:  # noqa: D102
+    def needed(self, spec: ModelSpec) -> bool:
         return any(scale != spec.standard_attention_scale for scale in spec.attention_scales)
 
-    def change(self, spec: ModelSpec) -> ModelSpec:  # noqa: D102
+    def change(self, spec: ModelSpec) -> ModelSpec:
         return spec.replace(attention_scales=(spec.standard_attention_scale,) * spec.num_layers)
 
-    def apply(  # noqa: D102
+    def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
         if ref.kind != "layer" or not self.needed(spec):

@@ -41,13 +41,13 @@ class FoldFinalNormBias(Op):
     summary = "fold the final norm's bias into the head"
     calibrated = True
 
-    def exact(self, spec: ModelSpec) -> bool:  # noqa: D102 - see Op
+    def exact(self, spec: ModelSpec) -> bool:
         return False
 
-    def needed(self, spec: ModelSpec) -> bool:  # noqa: D102
+    def needed(self, spec: ModelSpec) -> bool:
         return spec.final_norm_bias
 
-    def change(self, spec: ModelSpec) -> ModelSpec:  # noqa: D102
+    def change(self, spec: ModelSpec) -> ModelSpec:
         require(self.ridge > 0, self.name, f"ridge must be above 0, and is {self.ridge}")
         require(
             not spec.tied_head or not spec.final_norm_bias,
@@ -57,7 +57,7 @@ class FoldFinalNormBias(Op):
         )
         return spec.replace(final_norm_bias=False)
 
-    def apply(  # noqa: D102
+    def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
         if ref.kind != "head" or not spec.final_norm_bias:

@@ -31,10 +31,10 @@ class GeluToSwiglu(Op):
     name = "gelu_to_swiglu"
     summary = "draw every neuron's activation with gated SiLU units"
 
-    def exact(self, spec: ModelSpec) -> bool:  # noqa: D102 - see Op
+    def exact(self, spec: ModelSpec) -> bool:
         return spec.activation in EXACT
 
-    def change(self, spec: ModelSpec) -> ModelSpec:  # noqa: D102
+    def change(self, spec: ModelSpec) -> ModelSpec:
         require(not spec.gated_mlp, self.name, "the MLP is gated already")
         fits = sorted(units for activation, units in FITS if activation is spec.activation)
         require(
@@ -50,7 +50,7 @@ class GeluToSwiglu(Op):
             biases=spec.biases | {"gate", "up"},
         )
 
-    def apply(  # noqa: D102
+    def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
         import torch

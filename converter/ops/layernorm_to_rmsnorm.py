@@ -32,10 +32,10 @@ class LayerNormToRMSNorm(Op):
     name = "layernorm_to_rmsnorm"
     summary = "centre the residual stream, fold the norms' biases into their readers"
 
-    def exact(self, spec: ModelSpec) -> bool:  # noqa: D102 - see Op
+    def exact(self, spec: ModelSpec) -> bool:
         return True
 
-    def change(self, spec: ModelSpec) -> ModelSpec:  # noqa: D102
+    def change(self, spec: ModelSpec) -> ModelSpec:
         require(spec.norm is Norm.LAYERNORM, self.name, "the model has RMSNorm already, and centring would change it")
         require(spec.pre_norm, self.name, "the norms stand after the sublayers (post-LN)", "Use a post-LN recipe")
         require(
@@ -47,7 +47,7 @@ class LayerNormToRMSNorm(Op):
         readers = {"q", "k", "v", "up", *(["gate"] if spec.gated_mlp else [])} if spec.norm_bias else set()
         return spec.replace(norm=Norm.RMSNORM, norm_bias=False, biases=spec.biases | readers)
 
-    def apply(  # noqa: D102
+    def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
         if ref.kind == "embeddings":

@@ -17,7 +17,6 @@ from converter.ops import Block, Calibration, Notes, Op, op, require
 from converter.spec import BlockRef, ModelSpec, Positions, RopeLayout, RopeSpec
 
 
-
 @op
 @dataclass(frozen=True)
 class LearnedPositionsToRope(Op):
@@ -29,10 +28,10 @@ class LearnedPositionsToRope(Op):
     name = "learned_positions_to_rope"
     summary = "fold the mean position into the embeddings and rotate q and k"
 
-    def exact(self, spec: ModelSpec) -> bool:  # noqa: D102 - see Op
+    def exact(self, spec: ModelSpec) -> bool:
         return False
 
-    def change(self, spec: ModelSpec) -> ModelSpec:  # noqa: D102
+    def change(self, spec: ModelSpec) -> ModelSpec:
         require(spec.positions is Positions.LEARNED, self.name, "the model has no learned positions")
         require(spec.head_dim % 2 == 0, self.name, f"rotary pairs need an even head_dim, and it is {spec.head_dim}")
         require(
@@ -45,7 +44,7 @@ class LearnedPositionsToRope(Op):
         rope = RopeSpec(theta=self.theta, rotary_dim=spec.head_dim, layout=RopeLayout(self.layout))
         return spec.replace(positions=Positions.ROPE, rope=rope)
 
-    def apply(  # noqa: D102
+    def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
         if ref.kind == "embeddings":

@@ -16,16 +16,16 @@ class UntieHead(Op):
     name = "untie_head"
     summary = "store the output head apart from the embeddings"
 
-    def exact(self, spec: ModelSpec) -> bool:  # noqa: D102 - see Op
+    def exact(self, spec: ModelSpec) -> bool:
         return True
 
-    def needed(self, spec: ModelSpec) -> bool:  # noqa: D102
+    def needed(self, spec: ModelSpec) -> bool:
         return spec.tied_head
 
-    def change(self, spec: ModelSpec) -> ModelSpec:  # noqa: D102
+    def change(self, spec: ModelSpec) -> ModelSpec:
         return spec.replace(tied_head=False)
 
-    def apply(  # noqa: D102
+    def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
         return block  # the head block holds head.weight in any case; the tie is a fact of the spec

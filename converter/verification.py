@@ -8,7 +8,7 @@ and is not used. A and B run as transformers' own classes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,15 +18,16 @@ from torch import Tensor
 
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.source import SourceModel
-from converter.text import Windows
+from converter.text import Windows, read_documents, windows
+from converter.tokenizer import load_tokenizer, same_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: First positions of the buckets that figures are split by.
 _BUCKET_STARTS = (0, 1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192)
-#: Rows whose fp64 distributions are held at once, at a vocabulary of 50257 about 200 MB each.
-_ROWS = 512
+#: Logits of one model whose fp64 distributions are held at once: 4 MB, which stays in a processor's cache.
+_CACHED = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class Tally:
 
     def add(self, source: Tensor, other: Tensor, targets: Tensor, positions: Tensor) -> None:
         """Logits (N, V) of both models for the tokens `targets` (N,) that follow `positions` (N,)."""
+        rows = max(1, _CACHED // source.shape[1])
+        for part in zip(*(each.split(rows) for each in (source, other, targets, positions)), strict=True):
+            self._add(*part)
+
+    def _add(self, source: Tensor, other: Tensor, targets: Tensor, positions: Tensor) -> None:
         log_p, log_q = source.double().log_softmax(-1), other.double().log_softmax(-1)
         rows = torch.stack(
             [
@@ -139,10 +145,7 @@ def compare(source: PreTrainedModel, other: PreTrainedModel, windows: Windows, d
             ids = torch.from_numpy(windows.ids[batch]).to(device)
             rows, positions, targets = (t.to(device) for t in predictions(windows, batch))
             logits = [model(input_ids=ids, use_cache=False).logits for model in models]
-            for part in torch.arange(len(targets), device=device).split(_ROWS):
-                tally.add(
-                    *(each[rows[part], positions[part]].float() for each in logits), targets[part], positions[part]
-                )
+            tally.add(logits[0][rows, positions], logits[1][rows, positions], targets, positions)
     return tally.comparison()
 
 
@@ -162,9 +165,7 @@ def load_transformers(source: SourceModel) -> PreTrainedModel:
         raise CheckpointError("transformers refuses this config", where=source.where, why=str(error)) from error
     config.tie_word_embeddings = source.spec.tied_head
     model: PreTrainedModel = cls(config).float()
-    state = {
-        source.family.full_name(bare): source.checkpoint.read(source.names[bare]).float() for bare in source.used
-    }
+    state = {source.family.full_name(bare): source.checkpoint.read(source.names[bare]).float() for bare in source.used}
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     tied = {source.family.full_name(source.family.head)} if source.spec.tied_head else set()
@@ -190,6 +191,49 @@ def load_plain(path: Path) -> PreTrainedModel:
         raise CheckpointError("transformers does not find its tensors in the files", where=str(path), why=str(faults))
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def verify(
+    a: str | Path,
+    b: str | Path,
+    *,
+    text: Sequence[str | Path],
+    tokens: int = 65536,
+    context: int = 0,
+    device: str = "auto",
+) -> Comparison:
+    """How far checkpoint `b` is from checkpoint `a` on text, by position bucket.
+
+    At most `tokens` tokens, spread over the text, in windows of `context` (0: as long as both models
+    allow, up to 2048). Raises a ConverterError where the two cannot be compared.
+    """
+    device = pick_device(device)
+    folders = [Path(a), Path(b)]
+    tokenizers = [load_tokenizer(folder) for folder in folders]
+    if tokenizers[0] is not None and tokenizers[1] is not None:
+        same_ids(tokenizers[0], tokenizers[1])
+    models = [load_any(folder) for folder in folders]
+    config = models[0].config
+    longest = min(2048, *(model.config.max_position_embeddings for model in models))
+    if context > longest:
+        raise ConverterError(f"the models see {longest} tokens at most", where=f"--context {context}")
+    opening = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
+    documents = read_documents(
+        [Path(path) for path in text],
+        tokenizers[0] or tokenizers[1],
+        vocab_size=config.vocab_size,
+        end_of_text=opening if isinstance(opening, int) and opening < config.vocab_size else None,
+    )
+    return compare(models[0], models[1], windows(documents, context or longest, tokens), device)
+
+
+def pick_device(device: str) -> str:
+    """cuda where there is one, for "auto"."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConverterError("there is no CUDA device", where="--device cuda", fix="Use --device cpu")
+    return device
 
 
 def load_any(path: Path) -> PreTrainedModel:

@@ -1,0 +1,5 @@
+"""`python -m converter` is the command `converter`."""
+
+from converter.cli import main
+
+main()

@@ -1,0 +1,325 @@
+"""The command line: thin, and quick to say what it can do. Each command imports what it needs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from converter import __version__
+from converter.errors import ConverterError, VerificationError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as RichProgress
+
+    from converter.plan import DtypeName
+
+#: A KL up to this, in nats per token, is the rounding of a cast: bf16 costs 7e-6, fp16 1e-7.
+_SAME_FUNCTION = 1e-4
+
+
+class _Group(click.Group):
+    """Shows a ConverterError as one paragraph and exits with its code; `--debug` shows the traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConverterError as error:
+            if ctx.params.get("debug"):
+                raise
+            click.echo(f"converter: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("converter: interrupted", err=True)
+            ctx.exit(130)
+
+
+def _options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def apply(command: Any) -> Any:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return apply
+
+
+_FILE = click.Path(path_type=Path)
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+_device = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="converter")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def main(debug: bool) -> None:
+    """Upgrade trained GPT-2-style checkpoints to LLaMA-style ones, and keep what they learnt.
+
+    \b
+    Example:
+      converter inspect examples/tiny-gpt2
+      converter convert examples/tiny-gpt2 tiny-llama
+    """
+
+
+@main.command()
+@click.argument("path", type=_FILE)
+@click.option("--mapping", is_flag=True, help="Show which tensor becomes which role.")
+@_as_json
+def inspect(path: Path, mapping: bool, as_json: bool) -> None:
+    """Say what a checkpoint is, from its headers and config.
+
+    \b
+    Example:
+      converter inspect examples/tiny-gpt2 --mapping
+    """
+    from converter.inspection import inspect as run
+
+    found = run(path)
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2))
+        return
+    from converter.report import inspection_table, mapping_table
+
+    console = _console()
+    console.print(inspection_table(found))
+    if mapping:
+        console.print(mapping_table(found))
+
+
+@main.group()
+def recipes() -> None:
+    """List, show, copy and check recipes.
+
+    \b
+    Example:
+      converter recipes copy gpt2-to-llama mine.yaml
+      converter recipes check mine.yaml
+    """
+
+
+@recipes.command("list")
+def recipes_list() -> None:
+    """List the recipes that come with the package.
+
+    \b
+    Example:
+      converter recipes list
+    """
+    from converter.recipe import parse_recipe, shipped_recipes
+
+    for name, text in shipped_recipes().items():
+        click.echo(f"{name:24} {parse_recipe(text, name).description}")
+
+
+@recipes.command("show")
+@click.argument("name")
+def recipes_show(name: str) -> None:
+    """Print a recipe.
+
+    \b
+    Example:
+      converter recipes show gpt2-to-llama
+    """
+    from converter.recipe import recipe_text
+
+    click.echo(recipe_text(name)[0], nl=False)
+
+
+@recipes.command("copy")
+@click.argument("name")
+@click.argument("file", type=_FILE)
+def recipes_copy(name: str, file: Path) -> None:
+    """Copy a recipe to a file, to change it there.
+
+    \b
+    Example:
+      converter recipes copy gpt2-to-llama mine.yaml
+    """
+    from converter.recipe import recipe_text
+
+    text, _ = recipe_text(name)
+    try:
+        with file.open("x", encoding="utf-8") as handle:
+            handle.write(text)
+    except FileExistsError:
+        raise ConverterError("the file exists", where=str(file), fix="Name a new one") from None
+    except OSError as error:
+        raise ConverterError("the file cannot be written", where=str(file), why=error.strerror) from error
+
+
+@recipes.command("check")
+@click.argument("file")
+def recipes_check(file: str) -> None:
+    """Check a recipe, by file or name, and print it with every parameter.
+
+    \b
+    Example:
+      converter recipes check mine.yaml
+    """
+    from converter.recipe import load_recipe
+
+    click.echo(load_recipe(file).to_yaml(), nl=False)
+
+
+@main.command()
+@click.argument("source", type=_FILE, metavar="SRC")
+@click.argument("target", type=_FILE, metavar="DST")
+@click.option("--recipe", metavar="NAME_OR_FILE", help="Default: the recipe for SRC's family.")
+@click.option("--set", "overrides", multiple=True, metavar="STEP.PARAM=VALUE", help="Override a recipe's parameter.")
+@click.option("--text", multiple=True, type=_FILE, help="Text for calibration; a tenth is held out to measure on.")
+@click.option("--eval-text", multiple=True, type=_FILE, help="Text to measure on, instead of the held-out tenth.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: the source's.")
+@_device
+@click.option("--max-shard-size", default="5GB", show_default=True)
+@click.option("--dry-run", is_flag=True, help="Show the plan, made on meta tensors, and write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace DST if it is a checkpoint.")
+@click.option("--no-verify", is_flag=True, help="Measure nothing.")
+@_as_json
+def convert(
+    source: Path,
+    target: Path,
+    recipe: str | None,
+    overrides: tuple[str, ...],
+    text: tuple[Path, ...],
+    eval_text: tuple[Path, ...],
+    dtype: DtypeName | None,
+    device: str,
+    max_shard_size: str,
+    dry_run: bool,
+    overwrite: bool,
+    no_verify: bool,
+    as_json: bool,
+) -> None:
+    """Convert checkpoint SRC and write the result to folder DST.
+
+    --text is plain text, token ids as a 2-D .npy, or a nanoGPT .bin, and can be given several times.
+
+    \b
+    Example:
+      converter convert examples/tiny-gpt2 tiny-llama
+      converter convert my-gpt2 my-llama --text corpus.txt --set gelu_to_swiglu.units=2
+    """
+    from converter import conversion
+
+    if dry_run:
+        from converter.report import plan_dict, plan_tables
+
+        plan = conversion.plan_conversion(source, recipe, overrides, dtype)
+        if as_json:
+            click.echo(json.dumps(plan_dict(plan), indent=2))
+            return
+        _print_all(plan_tables(plan))
+        return
+    with _progress(hidden=as_json) as progress:
+        report = conversion.convert(
+            source,
+            target,
+            recipe=recipe,
+            overrides=overrides,
+            text=text,
+            eval_text=eval_text,
+            dtype=dtype,
+            device=device,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            verify=not no_verify,
+            progress=progress,
+        )
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2, default=str))
+        return
+    from converter.report import conversion_tables
+
+    _print_all(conversion_tables(report))
+    click.echo(f"Wrote {target}: {report.parameters[1]:,} parameters, {report.dtype}.")
+
+
+@main.command()
+@click.argument("a", type=_FILE, metavar="A")
+@click.argument("b", type=_FILE, metavar="B")
+@click.option("--text", multiple=True, required=True, type=_FILE, help="Text to compare on.")
+@click.option("--tokens", default=65536, show_default=True, type=click.IntRange(min=2), help="At most so many tokens.")
+@click.option("--context", type=click.IntRange(min=2), help="Length of a window. Default: what both allow.")
+@click.option("--max-kl", type=float, help="Fail above this KL, nats per token.")
+@_device
+@_as_json
+def verify(
+    a: Path,
+    b: Path,
+    text: tuple[Path, ...],
+    tokens: int,
+    context: int | None,
+    max_kl: float | None,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Compare two checkpoints on text, each run by transformers' own class.
+
+    Fails (exit code 1) where B is further from A than --max-kl: by default 1e-4 nats per token, or twice what
+    B's own conversion.json says that its conversion cost.
+
+    \b
+    Example:
+      converter verify my-gpt2 my-llama --text other.txt
+    """
+    from converter import verification
+
+    comparison = verification.verify(a, b, text=text, tokens=tokens, context=context or 0, device=device)
+    limit = max_kl
+    if limit is None:
+        limit = max(_SAME_FUNCTION, 2 * (verification.expected_kl(b) or 0.0))
+    if as_json:
+        click.echo(
+            json.dumps(comparison.to_dict() | {"max_kl": limit, "passed": comparison.total.kl <= limit}, indent=2)
+        )
+    else:
+        from converter.report import comparison_table
+
+        _print_all([comparison_table(comparison, f"{a} against {b}, nats per token")])
+    if not comparison.total.kl <= limit:
+        raise VerificationError(
+            f"{b} is {comparison.total.kl:.3g} nats per token from {a}, and {limit:.3g} were allowed",
+            fix="If this much is meant, allow it with --max-kl",
+        )
+
+
+class _Bars:
+    """Progress bars on the terminal, one a stage."""
+
+    def __init__(self, bars: RichProgress) -> None:
+        self._bars = bars
+        self._task: Any = None
+
+    def stage(self, name: str, total: int) -> None:
+        self._task = self._bars.add_task(name, total=total)
+
+    def advance(self) -> None:
+        self._bars.advance(self._task)
+
+
+@contextmanager
+def _progress(hidden: bool) -> Iterator[_Bars]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=hidden or not sys.stderr.isatty(), transient=True) as bars:
+        yield _Bars(bars)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 120
+    return Console(width=width, highlight=False)
+
+
+def _print_all(tables: list[Any]) -> None:
+    console = _console()
+    for table in tables:
+        console.print(table)

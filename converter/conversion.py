@@ -1,0 +1,329 @@
+"""Convert one checkpoint: plan, walk, write, verify, report. The output appears by one rename or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from converter import __version__
+from converter.checkpoint import SourceHash
+from converter.corpus import TINY_GPT2_SHA256, held_out_documents, training_documents
+from converter.errors import ConverterError, VerificationError
+from converter.ops import Notes
+from converter.output import OutputFolder
+from converter.plan import DtypeName, Plan, PlannedStep, make_plan
+from converter.recipe import Recipe, load_recipe
+from converter.report import EXACT_TOLERANCE, ConversionReport, StepReport, model_card
+from converter.source import SourceModel
+from converter.text import Document, Windows, documents_from_strings, hold_out, read_documents, windows
+from converter.tokenizer import load_tokenizer, same_ids, write_tokenizer
+from converter.verification import Comparison, compare, load_plain, load_transformers, pick_device
+from converter.walk import Walk
+from converter.writer import CheckpointWriter, parse_size
+
+#: Without any text exact ops are gated on random tokens; nothing else can be measured on those.
+_RANDOM_TOKENS = "no text given: random tokens, good for the gates of exact ops only"
+#: Windows longer than this cost more than they tell about the damage.
+_LONGEST_WINDOW = 2048
+
+
+class Progress(Protocol):
+    """What a caller may show while a conversion runs."""
+
+    def stage(self, name: str, total: int) -> None:
+        """A stage of `total` parts begins."""
+
+    def advance(self) -> None:
+        """One part of the stage is done."""
+
+
+class _Silent:
+    def stage(self, name: str, total: int) -> None:
+        pass
+
+    def advance(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token windows for calibration and for measuring damage, apart from each other."""
+
+    calibration: Windows | None
+    evaluation: Windows
+    description: str
+    real: bool
+
+
+def plan_conversion(
+    source: str | Path,
+    recipe: str | Recipe | None = None,
+    overrides: Iterable[str] = (),
+    dtype: DtypeName | None = None,
+) -> Plan:
+    """The plan for a checkpoint and a recipe (a shipped name, a file, or None for the family's own)."""
+    opened = SourceModel.open(source)
+    if recipe is None:
+        recipe = opened.family.default_recipe
+        if recipe is None:
+            raise ConverterError(
+                f"family '{opened.family.name}' has no default recipe", where=opened.where, fix="Name one: --recipe"
+            )
+    if isinstance(recipe, str):
+        recipe = load_recipe(recipe, overrides)
+    plan = make_plan(opened, recipe, dtype)
+    opened.check_contents()
+    return plan
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    recipe: str | Recipe | None = None,
+    overrides: Iterable[str] = (),
+    text: Sequence[str | Path] = (),
+    eval_text: Sequence[str | Path] = (),
+    dtype: DtypeName | None = None,
+    device: str = "auto",
+    max_shard_size: str | int = "5GB",
+    overwrite: bool = False,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert the checkpoint in folder `source` into the folder `target`.
+
+    `text` are files for calibration, of which a tenth is held out to measure damage on unless
+    `eval_text` names other files. Raises a ConverterError for bad input, and VerificationError where an
+    exact op did not keep the function or the written files compute something else than the conversion.
+    """
+    progress = progress or _Silent()
+    plan = plan_conversion(source, recipe, overrides, dtype)
+    device = pick_device(device)
+    shard_size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    with OutputFolder(Path(target), overwrite=overwrite, source=Path(source)) as output:
+        output.check_space(plan.output_bytes)
+        texts = None
+        if verify or _calibrated_step(plan) is not None:
+            texts = gather_texts(plan, [Path(p) for p in text], [Path(p) for p in eval_text])
+        source_hash = SourceHash(plan.source.checkpoint).start()
+        walk = Walk(
+            plan,
+            texts.calibration if texts else None,
+            texts.evaluation if texts and verify else None,
+            device=device,
+        )
+        _write(plan, walk, output.partial, shard_size, progress)
+        report = _report(plan, walk, texts, source_hash.result(), Path(target))
+        if not report.passed:
+            raise _exact_op_failed(report)
+        _write_metadata(plan, output.partial)
+        if verify and texts is not None:
+            progress.stage("verify", 1)
+            verification = _verify_files(plan, report, output.partial, texts.evaluation, device)
+            report = dataclasses.replace(report, verification=verification if texts.real else None)
+            progress.advance()
+        _write_reports(plan, report, output.partial)
+        output.commit()
+    return report
+
+
+def _calibrated_step(plan: Plan) -> PlannedStep | None:
+    return next((step for step in plan.steps if step.op.calibrated and step.needed), None)
+
+
+def gather_texts(plan: Plan, text: Sequence[Path], eval_text: Sequence[Path]) -> Texts:
+    """Calibration and evaluation windows from the user's files, or from the embedded corpus for its example.
+
+    Raises ConverterError where a calibrated op has no text.
+    """
+    calibration, evaluation, description = _documents(plan, text, eval_text)
+    settings, spec = plan.recipe, plan.source.spec
+    if not evaluation:
+        if (step := _calibrated_step(plan)) is not None:
+            raise ConverterError(
+                f"op '{step.op.name}' is calibrated and needs text",
+                why="it fits the model to activations on text like that which the model was trained on",
+                fix="Give --text FILE (plain text, .npy or nanoGPT .bin), or take the op out of the recipe",
+            )
+        return Texts(None, _random_windows(plan), _RANDOM_TOKENS, real=False)
+
+    def cut(documents: list[Document], context: int, tokens: int) -> Windows:
+        length = min(context or _LONGEST_WINDOW, spec.context)
+        return windows(documents, length, tokens)
+
+    measured = cut(evaluation, settings.verify.context, settings.verify.tokens)
+    if measured.predictions == 0:
+        raise ConverterError("the held-out text is too short to measure anything", fix="Give a longer --eval-text")
+    fitted = cut(calibration, settings.calibration.context, settings.calibration.tokens) if calibration else None
+    return Texts(fitted, measured, f"{description}, {measured.predictions:,} predictions", real=True)
+
+
+def _documents(
+    plan: Plan, text: Sequence[Path], eval_text: Sequence[Path]
+) -> tuple[list[Document], list[Document], str]:
+    """Calibration documents, held-out documents, and where they come from."""
+    tokenizer = load_tokenizer(plan.source.checkpoint.path)
+    ids = plan.source.token_ids()
+    end_of_text = ids["bos_token_id"] if ids["bos_token_id"] is not None else ids["eos_token_id"]
+    end_of_text = end_of_text if isinstance(end_of_text, int) else None
+    vocab_size = plan.source.spec.vocab_size
+    if not text and not eval_text:
+        if not is_embedded_example(plan.source) or tokenizer is None:
+            return [], [], ""
+        budget = 8 * plan.recipe.calibration.tokens  # characters; a token of this corpus has about four
+        calibration = documents_from_strings(_sample(training_documents(), budget), tokenizer, end_of_text)
+        held_out = documents_from_strings(held_out_documents(), tokenizer, end_of_text)
+        return calibration, held_out, "held-out modules of the Python standard library"
+
+    def read(paths: Sequence[Path]) -> list[Document]:
+        return read_documents(paths, tokenizer, vocab_size=vocab_size, end_of_text=end_of_text) if paths else []
+
+    documents = read(text)
+    if eval_text:
+        if not documents and _calibrated_step(plan) is not None:
+            return [], [], ""
+        return documents, read(eval_text), ", ".join(path.name for path in eval_text)
+    calibration, evaluation = hold_out(documents)
+    return calibration, evaluation, "a held-out tenth of " + ", ".join(path.name for path in text)
+
+
+def is_embedded_example(source: SourceModel) -> bool:
+    """Whether the weights are those of `examples/tiny-gpt2`, by their hash."""
+    files = source.checkpoint.files
+    if len(files) != 1 or files[0].stat().st_size > 1 << 24:
+        return False
+    return source.checkpoint.sha256()[files[0].name] == TINY_GPT2_SHA256
+
+
+def _sample(documents: Sequence[str], characters: int) -> dict[str, str]:
+    """Documents in a fixed random order, as many as hold about this many characters."""
+    chosen: dict[str, str] = {}
+    total = 0
+    for index in np.random.default_rng(0).permutation(len(documents)).tolist():
+        if total >= characters:
+            break
+        chosen[str(index)] = documents[index]
+        total += len(documents[index])
+    return chosen
+
+
+def _random_windows(plan: Plan) -> Windows:
+    spec = plan.source.spec
+    length = min(spec.context, 256)
+    ids = np.random.default_rng(0).integers(0, spec.vocab_size, (4, length), dtype=np.int64)
+    return Windows(ids, np.full(4, length, dtype=np.int64))
+
+
+def _write(plan: Plan, walk: Walk, folder: Path, shard_size: int, progress: Progress) -> None:
+    writer = CheckpointWriter(folder, plan.tensors, shard_size)
+    progress.stage("convert", plan.source.spec.num_layers + 2)
+    for _, tensors in walk:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        progress.advance()
+    writer.finish()
+
+
+def _report(plan: Plan, walk: Walk, texts: Texts | None, hashes: dict[str, str], target: Path) -> ConversionReport:
+    source = plan.source
+    rope = plan.target_spec.rope
+    source_parameters = sum(int(np.prod(source.checkpoint.tensors[source.names[name]].shape)) for name in source.used)
+    return ConversionReport(
+        source=source.checkpoint.path.resolve().name,
+        source_family=source.family.name,
+        target_family=plan.target.name,
+        target=target,
+        tool_version=__version__,
+        recipe=plan.recipe.name,
+        source_sha256=hashes,
+        source_dropped=tuple(source.dropped),
+        ignored_config={key: why for key, why in source.config_accounts.items() if why != "read"},
+        rope=None if rope is None else {**dataclasses.asdict(rope), "layout": rope.layout.value},
+        dtype=plan.dtype,
+        parameters=(source_parameters, plan.parameters),
+        bytes=(source.checkpoint.total_bytes, plan.output_bytes),
+        text=texts.description if texts else "nothing: --no-verify",
+        steps=tuple(_step_report(plan, walk, index, texts) for index in range(len(plan.steps))),
+        verification=None,
+    )
+
+
+def _step_report(plan: Plan, walk: Walk, index: int, texts: Texts | None) -> StepReport:
+    step = plan.steps[index]
+    notes = walk.notes[index]
+    measured = bool(walk.comparisons)
+    return StepReport(
+        name=step.op.name,
+        parameters=dict(vars(step.op)),
+        exact=step.exact,
+        needed=step.needed,
+        dropped=tuple(dropped for note in notes for dropped in note.dropped),
+        facts=_sum_facts(notes),
+        comparison=walk.comparisons[index] if measured and texts and texts.real else None,
+        relative_change=walk.changes[index] if measured else None,
+    )
+
+
+def _sum_facts(notes: Sequence[Notes]) -> dict[str, float]:
+    facts: dict[str, float] = {}
+    for note in notes:
+        for key, value in note.facts.items():
+            facts[key] = facts.get(key, 0.0) + value
+    return facts
+
+
+def _exact_op_failed(report: ConversionReport) -> VerificationError:
+    step = next(step for step in report.steps if not step.passed)
+    return VerificationError(
+        f"exact op '{step.name}' changed the function: logits moved by {step.relative_change:.2e} of the largest",
+        why=f"an exact op may move them by {EXACT_TOLERANCE:.0e}. Nothing was written",
+        fix="This is a defect of the op, or weights of extreme size; please report it with the output of inspect",
+    )
+
+
+def _write_metadata(plan: Plan, folder: Path) -> None:
+    """Config, tokenizer, generation config and recipe."""
+    ids = plan.source.token_ids()
+    config = plan.target.write_config(plan.target_spec) | ids
+    config |= {"dtype": plan.dtype, "torch_dtype": plan.dtype, "use_cache": True}
+    _write_json(folder / "config.json", config)
+    inherited = plan.source.checkpoint.generation_config or {}
+    kept = {key: value for key, value in inherited.items() if not key.startswith(("_", "transformers_version"))}
+    _write_json(folder / "generation_config.json", {**kept, **ids})
+    if write_tokenizer(plan.source.checkpoint.path, folder):
+        before, after = load_tokenizer(plan.source.checkpoint.path), load_tokenizer(folder)
+        assert before is not None
+        assert after is not None
+        same_ids(before, after)
+    (folder / "recipe.yaml").write_text(plan.recipe.to_yaml(), encoding="utf-8")
+
+
+def _verify_files(plan: Plan, report: ConversionReport, folder: Path, evaluation: Windows, device: str) -> Comparison:
+    """transformers' class of the source against transformers' class of the files, and against the walk's own figure."""
+    comparison = compare(load_transformers(plan.source), load_plain(folder), evaluation, device)
+    claimed = report.steps[-1].comparison
+    if claimed is not None and abs(comparison.total.kl - claimed.total.kl) > 1e-5 + 0.01 * claimed.total.kl:
+        raise VerificationError(
+            f"the written files are {comparison.total.kl:.3e} nats per token from the source, and the conversion "
+            f"measured {claimed.total.kl:.3e}",
+            why="transformers computes something else from the files than the reference model from the blocks",
+            fix="This is a defect; please report it with the output of inspect",
+        )
+    return comparison
+
+
+def _write_reports(plan: Plan, report: ConversionReport, folder: Path) -> None:
+    _write_json(folder / "conversion.json", report.to_dict() | {"spec": plan.target_spec.to_dict()})
+    (folder / "README.md").write_text(model_card(report), encoding="utf-8")
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")

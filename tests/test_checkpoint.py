@@ -1,0 +1,560 @@
+"""Reading checkpoints: what loads, what is refused and with which words, and how much memory it takes."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from converter.checkpoint import Checkpoint, SourceHash, TensorInfo, clean_name
+from converter.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+BIN = "pytorch_model.bin"
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"{name}.weight": torch.randn(3, 5, generator=generator) for name in "abcd"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a config and no weights yet."""
+    path = tmp_path / "source"
+    path.mkdir()
+    (path / "config.json").write_text('{"model_type": "gpt2"}')
+    return path
+
+
+def shard(folder: Path, **weight_map: str | None) -> None:
+    """Two shards with a, b and c, d; `weight_map` changes the right index, and None removes from it."""
+    tensors = some_tensors()
+    save_file({name: tensors[name] for name in ("a.weight", "b.weight")}, folder / SHARDS[0])
+    save_file({name: tensors[name] for name in ("c.weight", "d.weight")}, folder / SHARDS[1])
+    right: dict[str, str | None] = {name: SHARDS[name[0] in "cd"] for name in tensors}
+    right |= {f"{name}.weight": file for name, file in weight_map.items()}
+    index = {"weight_map": {name: file for name, file in right.items() if file is not None}}
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def refusal(folder: Path | str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(folder)
+    return str(caught.value)
+
+
+def assert_says(message: str, *words: object) -> None:
+    for word in words:
+        assert str(word) in message
+
+
+def assert_holds(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+    assert set(checkpoint.tensors) == set(tensors)
+    for name, tensor in tensors.items():
+        read = checkpoint.read(name)
+        assert read.dtype == tensor.dtype
+        assert torch.equal(read, tensor)
+
+
+# What loads
+
+
+def test_single_safetensors(folder: Path) -> None:
+    save_file(some_tensors(), folder / SINGLE)
+    checkpoint = Checkpoint.open(str(folder))
+    assert_holds(checkpoint, some_tensors())
+    assert checkpoint.config == {"model_type": "gpt2"}
+    assert checkpoint.generation_config is None
+    assert checkpoint.files == [folder / SINGLE]
+    assert checkpoint.tensors["a.weight"] == TensorInfo("a.weight", "a.weight", (3, 5), "float32", folder / SINGLE, 60)
+    assert (checkpoint.total_bytes, checkpoint.num_parameters) == (240, 60)
+
+
+def test_sharded_safetensors(folder: Path) -> None:
+    shard(folder)
+    checkpoint = Checkpoint.open(folder)
+    assert_holds(checkpoint, some_tensors())
+    assert checkpoint.files == [folder / name for name in SHARDS]
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_torch_pickle(folder: Path, zipped: bool) -> None:
+    torch.save(some_tensors(), folder / BIN, _use_new_zipfile_serialization=zipped)
+    assert_holds(Checkpoint.open(folder), some_tensors())
+
+
+def test_sharded_torch_pickles(folder: Path) -> None:
+    tensors = some_tensors()
+    weight_map = {}
+    for number, name in enumerate(tensors, start=1):
+        weight_map[name] = f"pytorch_model-{number:05d}-of-00004.bin"
+        torch.save({name: tensors[name]}, folder / weight_map[name])
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert_holds(Checkpoint.open(folder), tensors)
+
+
+def test_safetensors_are_preferred_to_a_pickle(folder: Path) -> None:
+    save_file(some_tensors(), folder / SINGLE)
+    (folder / BIN).write_bytes(b"never looked at")
+    assert_holds(Checkpoint.open(folder), some_tensors())
+
+
+def test_files_linked_as_in_the_hub_cache(folder: Path, tmp_path: Path) -> None:
+    shard(folder)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(list(folder.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(blobs / str(number))
+    assert_holds(Checkpoint.open(folder), some_tensors())
+
+
+def test_generation_config_is_read(folder: Path) -> None:
+    save_file(some_tensors(), folder / SINGLE)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert Checkpoint.open(folder).generation_config == {"eos_token_id": 3}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool"])
+@pytest.mark.parametrize("file", [SINGLE, BIN])
+def test_dtypes_and_scalars(folder: Path, dtype: str, file: str) -> None:
+    tensors = {
+        "matrix": torch.randn(3, 5).mul(9).to(getattr(torch, dtype)),
+        "scalar": torch.tensor(1).to(getattr(torch, dtype)),
+    }
+    save_file(tensors, folder / file) if file == SINGLE else torch.save(tensors, folder / file)
+    checkpoint = Checkpoint.open(folder)
+    assert_holds(checkpoint, tensors)
+    assert [(info.shape, info.dtype) for info in checkpoint.tensors.values()] == [((3, 5), dtype), ((), dtype)]
+
+
+def test_tensors_that_are_not_aligned_to_their_elements(folder: Path) -> None:
+    header = {
+        "byte": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "float": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
+    }
+    text = json.dumps(header).encode()
+    data = b"\x07" + torch.tensor([1.5, -2.5]).numpy().tobytes()
+    (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + data)
+    assert Checkpoint.open(folder).read("float").tolist() == [1.5, -2.5]
+
+
+@pytest.mark.parametrize("file", [SINGLE, BIN])
+def test_a_tensor_that_was_read_can_be_written_to(folder: Path, file: str) -> None:
+    tensors = some_tensors()
+    save_file(tensors, folder / file) if file == SINGLE else torch.save(tensors, folder / file)
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.read("a.weight").zero_()
+    assert_holds(checkpoint, tensors)
+
+
+def test_tensors_that_share_storage_in_a_pickle(folder: Path) -> None:
+    tensor = torch.randn(4, 6)
+    torch.save({"whole": tensor, "tied": tensor, "turned": tensor.T, "part": tensor[1]}, folder / BIN)
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.read("tied").zero_()
+    assert_holds(checkpoint, {"whole": tensor, "tied": tensor, "turned": tensor.T, "part": tensor[1]})
+
+
+def test_parameters_in_a_pickle_come_without_gradient(folder: Path) -> None:
+    torch.save({"w": torch.nn.Parameter(torch.ones(2))}, folder / BIN)
+    assert not Checkpoint.open(folder).read("w").requires_grad
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "module"])
+def test_a_state_dict_nested_alone(folder: Path, key: str) -> None:
+    torch.save({key: some_tensors()}, folder / BIN)
+    assert_holds(Checkpoint.open(folder), some_tensors())
+
+
+# S3: wrapped names
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "module.h.0.mlp.weight",
+        "_orig_mod.module.h.0.mlp.weight",
+        "module._orig_mod.h.0.mlp.weight",
+        "h.0._checkpoint_wrapped_module.mlp.weight",
+        "_fsdp_wrapped_module.h.0._fsdp_wrapped_module._orig_mod.mlp.weight",
+    ],
+)
+def test_wrappers_are_stripped_anywhere(folder: Path, raw: str) -> None:
+    save_file({raw: torch.arange(4.0)}, folder / SINGLE)
+    checkpoint = Checkpoint.open(folder)
+    info = checkpoint.tensors["h.0.mlp.weight"]
+    assert (info.name, info.raw_name) == ("h.0.mlp.weight", raw)
+    assert checkpoint.read("h.0.mlp.weight").tolist() == [0, 1, 2, 3]
+
+
+def test_only_whole_parts_are_wrappers() -> None:
+    assert clean_name("submodule.module_list.0.weight") == "submodule.module_list.0.weight"
+
+
+def test_a_collision_after_stripping_names_both(folder: Path) -> None:
+    save_file({"module.a": torch.ones(2), "_orig_mod.a": torch.zeros(2)}, folder / SINGLE)
+    assert_says(refusal(folder), "'module.a'", "'_orig_mod.a'", "'a'", SINGLE)
+
+
+# Folders
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    assert_says(refusal(tmp_path / "absent"), tmp_path / "absent", "no such folder")
+
+
+def test_a_file_instead_of_the_folder(folder: Path) -> None:
+    save_file(some_tensors(), folder / SINGLE)
+    assert_says(refusal(folder / SINGLE), "this is a file", f"Give the folder that holds it: {folder}")
+
+
+def test_no_config(folder: Path) -> None:
+    save_file(some_tensors(), folder / SINGLE)
+    (folder / "config.json").unlink()
+    assert_says(refusal(folder), folder, "no config.json")
+
+
+def test_broken_config(folder: Path) -> None:
+    save_file(some_tensors(), folder / SINGLE)
+    (folder / "config.json").write_text('{"a": 1,\n "b": }')
+    assert_says(refusal(folder), folder / "config.json", "not valid JSON", "line 2")
+
+
+def test_config_that_is_no_object(folder: Path) -> None:
+    save_file(some_tensors(), folder / SINGLE)
+    (folder / "config.json").write_text("[1]")
+    assert_says(refusal(folder), folder / "config.json", "list where an object is expected")
+
+
+def test_no_weights(folder: Path) -> None:
+    assert_says(refusal(folder), folder, "no weights", "model.safetensors or pytorch_model.bin")
+
+
+def test_shards_without_an_index(folder: Path) -> None:
+    shard(folder)
+    (folder / INDEX).unlink()
+    assert_says(refusal(folder), "no weights", f"index that belongs to {SHARDS[0]}")
+
+
+def test_distributed_checkpoint(folder: Path) -> None:
+    (folder / "__0_0.distcp").write_bytes(b"x")
+    assert_says(refusal(folder), "consolidate first")
+
+
+def test_dangling_link(folder: Path) -> None:
+    (folder / SINGLE).symlink_to(folder / "blob")
+    assert_says(refusal(folder), folder / SINGLE, "cannot be read", "No such file")
+
+
+@pytest.mark.parametrize("name", [SINGLE, BIN, "config.json"])
+def test_git_lfs_pointers(folder: Path, name: str) -> None:
+    if name == "config.json":
+        save_file(some_tensors(), folder / SINGLE)
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 5\n")
+    assert_says(refusal(folder), folder / name, "git-lfs pointer", "git lfs pull")
+
+
+# Damaged safetensors
+
+
+@pytest.mark.parametrize("name", [SINGLE, BIN])
+def test_empty_file(folder: Path, name: str) -> None:
+    (folder / name).touch()
+    assert_says(refusal(folder), folder / name, "empty")
+
+
+def test_truncated_data(folder: Path) -> None:
+    save_file(some_tensors(), folder / SINGLE)
+    os.truncate(folder / SINGLE, (folder / SINGLE).stat().st_size - 7)
+    assert_says(refusal(folder), folder / SINGLE, "truncated", "promises 240 bytes", "233 are there")
+
+
+def test_bytes_after_the_data(folder: Path) -> None:
+    save_file(some_tensors(), folder / SINGLE)
+    with (folder / SINGLE).open("ab") as file:
+        file.write(b"abc")
+    assert_says(refusal(folder), folder / SINGLE, "3 bytes follow the last tensor")
+
+
+@pytest.mark.parametrize("start", [b"abc", b"\xff" * 8, b"<!DOCTYPE html><html></html>", b"\x08" + b"\0" * 20])
+def test_garbage_instead_of_a_header(folder: Path, start: bytes) -> None:
+    (folder / SINGLE).write_bytes(start)
+    assert_says(refusal(folder), folder / SINGLE, "not a sound safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"dtype": "F32", "shape": [2]}, "malformed"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, "8"]}, "malformed"),
+        ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "shape is [-2]"),
+        ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, "does not fill its 8 bytes"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}, "starts at byte 4"),
+        ({"dtype": "F5", "shape": [2], "data_offsets": [0, 8]}, "unknown dtype F5"),
+    ],
+)
+def test_header_entries_that_contradict_the_data(folder: Path, entry: dict[str, object], words: str) -> None:
+    text = json.dumps({"some.weight": entry}).encode()
+    (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    assert_says(refusal(folder), folder / SINGLE, "'some.weight'", words)
+
+
+# F1: index and shards
+
+
+def test_a_missing_shard(folder: Path) -> None:
+    shard(folder)
+    (folder / SHARDS[1]).unlink()
+    assert_says(refusal(folder), folder / INDEX, "missing", SHARDS[1], "'c.weight'")
+
+
+def test_a_tensor_absent_from_the_index(folder: Path) -> None:
+    shard(folder, b=None)
+    assert_says(refusal(folder), folder / INDEX, "'b.weight'", SHARDS[0], "absent from the index")
+
+
+def test_a_whole_shard_absent_from_the_index(folder: Path) -> None:
+    shard(folder, c=None, d=None)
+    assert_says(refusal(folder), "'c.weight'", SHARDS[1], "absent from the index")
+
+
+def test_a_tensor_mapped_to_the_wrong_shard(folder: Path) -> None:
+    shard(folder, b=SHARDS[1])
+    assert_says(refusal(folder), f"maps tensor 'b.weight' to {SHARDS[1]}, but it is in {SHARDS[0]}")
+
+
+def test_a_tensor_of_the_index_in_no_shard(folder: Path) -> None:
+    shard(folder, e=SHARDS[0])
+    assert_says(refusal(folder), f"maps tensor 'e.weight' to {SHARDS[0]}, but no shard holds it")
+
+
+def test_a_tensor_in_two_shards(folder: Path) -> None:
+    shard(folder)
+    save_file(some_tensors(), folder / SHARDS[1])
+    assert_says(refusal(folder), "'a.weight' is in two shards", *SHARDS)
+
+
+def test_a_single_file_beside_an_index(folder: Path) -> None:
+    shard(folder)
+    save_file(some_tensors(), folder / SINGLE)
+    assert_says(refusal(folder), folder, f"both {SINGLE} and {INDEX}")
+
+
+@pytest.mark.parametrize("outside", ["/etc/passwd", "../secret.safetensors", "sub/../../x", "C:\\x", "..\\x"])
+def test_index_paths_stay_in_the_folder(folder: Path, outside: str) -> None:
+    shard(folder, a=outside)
+    assert_says(refusal(folder), folder / INDEX, "'a.weight'", outside, "outside the folder")
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a"]}])
+def test_an_index_without_weight_map(folder: Path, index: object) -> None:
+    shard(folder)
+    (folder / INDEX).write_text(json.dumps(index))
+    assert_says(refusal(folder), folder / INDEX, "no weight_map")
+
+
+def test_an_index_that_maps_to_no_name(folder: Path) -> None:
+    shard(folder)
+    (folder / INDEX).write_text('{"weight_map": {"a.weight": 3}}')
+    assert_says(refusal(folder), folder / INDEX, "'a.weight'", "3, not to a file")
+
+
+# F4: sharded training state
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("h.0.weight", (0,)), ("h.0._flat_param", (8,)), ("_fsdp_wrapped_module.flat_param_0", (8,))]
+)
+def test_sharded_training_state(folder: Path, name: str, shape: tuple[int, ...]) -> None:
+    save_file({"a": torch.ones(1), name: torch.ones(shape)}, folder / SINGLE)
+    assert_says(refusal(folder), folder / SINGLE, f"'{name}'", "Consolidate first")
+
+
+# F2: unsafe and damaged pickles
+
+
+class Payload:
+    """Creates a file when it is unpickled carelessly."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_payload_is_refused_and_not_run(folder: Path, zipped: bool, protocol: int) -> None:
+    made = folder / "made"
+    tensors = {"a": torch.ones(2), "b": Payload(made)}
+    torch.save(tensors, folder / BIN, _use_new_zipfile_serialization=zipped, pickle_protocol=protocol)
+    assert_says(refusal(folder), folder / BIN, f"{os.name}.system", "run code")
+    assert not made.exists()
+
+
+def test_a_payload_pickled_without_torch(folder: Path) -> None:
+    made = folder / "made"
+    (folder / BIN).write_bytes(pickle.dumps({"a": Payload(made)}))
+    assert_says(refusal(folder), folder / BIN, f"{os.name}.system")
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_namespace_beside_the_tensors(folder: Path, zipped: bool) -> None:
+    state = {"a": torch.ones(2), "args": argparse.Namespace(lr=1)}
+    torch.save(state, folder / BIN, _use_new_zipfile_serialization=zipped)
+    assert_says(refusal(folder), folder / BIN, "argparse.Namespace", "torch.save(model.state_dict()")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_whole_module(folder: Path, zipped: bool) -> None:
+    torch.save(torch.nn.Linear(2, 2), folder / BIN, _use_new_zipfile_serialization=zipped)
+    assert_says(refusal(folder), folder / BIN, "torch.nn.modules.linear.Linear")
+
+
+def test_sharded_tensors_in_a_pickle(folder: Path) -> None:
+    (folder / BIN).write_bytes(b"\x80\x02ctorch.distributed.tensor\nDTensor\n.")
+    assert_says(refusal(folder), folder / BIN, "torch.distributed.tensor.DTensor", "consolidate first")
+
+
+def test_entries_beside_the_tensors_are_named(folder: Path) -> None:
+    torch.save({"model": some_tensors(), "step": 7}, folder / BIN)
+    assert_says(refusal(folder), folder / BIN, "'model' (dict)", "'step' (int)")
+
+
+def test_a_pickle_of_something_else(folder: Path) -> None:
+    torch.save([torch.ones(2)], folder / BIN)
+    assert_says(refusal(folder), folder / BIN, "holds a list, not a dict")
+
+
+def test_a_sparse_tensor(folder: Path) -> None:
+    torch.save({"w": torch.eye(3).to_sparse()}, folder / BIN)
+    assert_says(refusal(folder), folder / BIN, "'w' is not plain", "sparse")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_truncated_pickle(folder: Path, zipped: bool) -> None:
+    torch.save(some_tensors(), folder / BIN, _use_new_zipfile_serialization=zipped)
+    os.truncate(folder / BIN, (folder / BIN).stat().st_size - 100)
+    assert_says(refusal(folder), folder / BIN, "damaged")
+
+
+@pytest.mark.parametrize("data", [b"x", b"hello world", b"PK\x03\x04", b"<html>not found</html>"])
+def test_garbage_instead_of_a_pickle(folder: Path, data: bytes) -> None:
+    (folder / BIN).write_bytes(data)
+    assert_says(refusal(folder), folder / BIN, "damaged")
+
+
+# C7 and the rest of the interface
+
+
+@pytest.mark.parametrize("file", [SINGLE, BIN])
+def test_same_tensor_compares_bits(folder: Path, file: str) -> None:
+    wte = torch.randn(3000, 2000)  # more than one chunk
+    wte[0, 0] = float("nan")
+    head = wte.clone()
+    head[-1, -1] += 1e-3
+    tensors = {
+        "wte": wte,
+        "tied": wte.clone(),
+        "head": head,
+        "flat": wte.reshape(-1).clone(),
+        "zero": torch.zeros(2),
+        "minus": -torch.zeros(2),
+        "half": torch.zeros(2).half(),
+    }
+    save_file(tensors, folder / file) if file == SINGLE else torch.save(tensors, folder / file)
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.same_tensor("wte", "tied")
+    assert not checkpoint.same_tensor("wte", "head")
+    assert not checkpoint.same_tensor("wte", "flat")
+    assert not checkpoint.same_tensor("zero", "minus")
+    assert not checkpoint.same_tensor("zero", "half")
+
+
+def test_sha256_covers_config_index_and_weights(folder: Path) -> None:
+    shard(folder)
+    checkpoint = Checkpoint.open(folder)
+    digests = SourceHash(checkpoint).start().result()
+    assert digests == checkpoint.sha256()
+    expected = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in digests}
+    assert digests == expected
+    assert list(digests) == ["config.json", INDEX, *SHARDS]
+
+
+def test_an_error_while_hashing_comes_with_the_result(folder: Path) -> None:
+    save_file(some_tensors(), folder / SINGLE)
+    checkpoint = Checkpoint.open(folder)
+    (folder / SINGLE).unlink()
+    with pytest.raises(FileNotFoundError):
+        SourceHash(checkpoint).start().result()
+
+
+def run(code: str, *arguments: object) -> str:
+    """Run code in a fresh interpreter."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_opening_safetensors_needs_no_torch(folder: Path) -> None:
+    shard(folder)
+    run(
+        """
+        import sys
+        from converter.checkpoint import Checkpoint
+        checkpoint = Checkpoint.open(sys.argv[1])
+        assert checkpoint.same_tensor("a.weight", "a.weight") and checkpoint.sha256()
+        assert "torch" not in sys.modules
+        """,
+        folder,
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("file", "limit"), [(SINGLE, 32), (BIN, 112)])
+def test_memory_stays_at_the_largest_tensor(tmp_path_factory: pytest.TempPathFactory, file: str, limit: int) -> None:
+    folder = tmp_path_factory.mktemp("large")
+    (folder / "config.json").write_text("{}")
+    tensors = {f"h.{layer}.weight": torch.full((8 << 20,), 1.0, dtype=torch.bfloat16) for layer in range(24)}  # 400 MB
+    save_file(tensors, folder / file) if file == SINGLE else torch.save(tensors, folder / file)
+    grown = run(
+        """
+        import sys
+        import torch
+        from converter.checkpoint import Checkpoint
+
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+        checkpoint = Checkpoint.open(sys.argv[1])
+        checkpoint.read("h.0.weight").sum()
+        before, peak = resident(), 0
+        for name in checkpoint.tensors:
+            tensor = checkpoint.read(name)
+            tensor.sum()
+            peak = max(peak, resident())
+            del tensor
+            checkpoint.same_tensor(name, "h.0.weight")
+            peak = max(peak, resident())
+        print(peak - before)
+        """,
+        folder,
+    )
+    shutil.rmtree(folder)
+    assert int(grown) < limit << 20, f"grew by {int(grown) >> 20} MB of a 400 MB file"
