@@ -149,7 +149,7 @@ def inspection_table(found: Inspection) -> Table:
         "positions": positions,
         "context": str(spec.context),
         "vocabulary": f"{spec.vocab_size}, head {'tied to the embeddings' if spec.tied_head else 'of its own'}",
-        "biases": ", ".join([part for part in "q k v o gate up down".split() if part in spec.biases]) or "none",
+        "biases": ", ".join([part for part in ["q", "k", "v", "o", "gate", "up", "down"] if part in spec.biases]) or "none",
         "stored as": ", ".join(f"{dtype} ({count} tensors)" for dtype, count in found.dtypes.items()),
         "parameters": f"{found.parameters:,}",
         "bytes": f"{found.bytes:,}",
