@@ -39,7 +39,15 @@ _COMMON = {
 }
 
 #: Generation settings that old transformers kept in config.json; generation_config.json rules.
-_GENERATION = ["do_sample", "max_length", "min_length", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_beams", "num_beam_groups", "num_return_sequences", "diversity_penalty", "early_stopping", "bad_words_ids", "begin_suppress_tokens", "suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "output_scores", "return_dict_in_generate", "sep_token_id", "decoder_start_token_id"]
+# fmt: off
+_GENERATION = (
+    "do_sample", "max_length", "min_length", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_beams", "num_beam_groups",
+    "num_return_sequences", "diversity_penalty", "early_stopping", "bad_words_ids", "begin_suppress_tokens",
+    "suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
+    "output_scores", "return_dict_in_generate", "sep_token_id", "decoder_start_token_id",
+)
+# fmt: on
 
 #: What makes a model something else than a decoder-only language model, unless it has this value.
 _MUST_BE = {

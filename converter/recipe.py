@@ -238,11 +238,11 @@ class _Reader:
                 fix = did_you_mean(name, known) if known else f"{what} has no parameters"
                 raise self.error(node, f"unknown parameter '{name}' of {what}", fix)
             changes[name] = self.value(node, hints[name], f"{what}.{name}")
-        return dataclasses.replace(typing.cast(Any, instance), **changes)
+        return typing.cast(S, dataclasses.replace(typing.cast(Any, instance), **changes))
 
     def value(self, node: Node, kind: Any, what: str) -> Any:
         """A scalar of the annotated type: bool, int, float, str or a Literal of some of them."""
-        value = yaml.SafeLoader("").construct_object(node, deep=True) if node is not None else None  # type: ignore[no-untyped-call]
+        value = yaml.SafeLoader("").construct_object(node, deep=True) if node is not None else None
         if get_origin(kind) is Literal:
             choices = get_args(kind)
             if value not in choices or isinstance(value, bool) is not isinstance(choices[0], bool):

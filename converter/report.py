@@ -14,6 +14,7 @@ from rich.table import Table
 from converter.inspection import Inspection
 from converter.plan import Plan
 from converter.source import Dropped
+from converter.spec import LINEARS
 from converter.verification import Comparison, Figures
 
 #: Largest relative logit difference that an exact op may make, in fp32.
@@ -149,7 +150,7 @@ def inspection_table(found: Inspection) -> Table:
         "positions": positions,
         "context": str(spec.context),
         "vocabulary": f"{spec.vocab_size}, head {'tied to the embeddings' if spec.tied_head else 'of its own'}",
-        "biases": ", ".join([part for part in ["q", "k", "v", "o", "gate", "up", "down"] if part in spec.biases]) or "none",
+        "biases": ", ".join(part for part in LINEARS if part in spec.biases) or "none",
         "stored as": ", ".join(f"{dtype} ({count} tensors)" for dtype, count in found.dtypes.items()),
         "parameters": f"{found.parameters:,}",
         "bytes": f"{found.bytes:,}",
@@ -180,7 +181,7 @@ def plan_tables(plan: Plan) -> list[Table]:
         steps.add_column(heading)
     for step in plan.steps:
         kind = ("exact" if step.exact else "lossy") if step.needed else "not needed"
-        parameters = {key: value for key, value in vars(step.op).items()}
+        parameters = dict(vars(step.op))
         shown = StepReport(step.op.name, parameters, step.exact, step.needed, (), {})
         steps.add_row(step_title(shown), kind + (", calibrated" if step.op.calibrated and step.needed else ""))
     accounts = Table(title="Accounts", title_justify="left")
@@ -226,7 +227,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             }
             for step in plan.steps
         ],
-        "used": {name: roles for name, roles in plan.source.used.items()},
+        "used": plan.source.used,
         "dropped": [asdict(each) for each in (*plan.source.dropped, *plan.dropped)],
         "ignored": {key: why for key, why in plan.source.config_accounts.items() if why != "read"},
         "target": plan.target.name,

@@ -14,6 +14,10 @@ from enum import Enum
 from typing import Any
 
 
+#: The linears of a layer, in the order in which activations pass through them.
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
 class RopeLayout(str, Enum):
     """Which rows of a q or k head are rotated together, for a rotary width r."""
 
