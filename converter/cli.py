@@ -179,6 +179,7 @@ def recipes_check(file: str) -> None:
 @click.option("--max-shard-size", default="5GB", show_default=True)
 @click.option("--dry-run", is_flag=True, help="Show the plan, made on meta tensors, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace DST if it is a checkpoint.")
+@click.option("--resume", is_flag=True, help="Go on from the last finished block of a run that was killed.")
 @click.option("--no-verify", is_flag=True, help="Measure nothing.")
 @_as_json
 def convert(
@@ -193,6 +194,7 @@ def convert(
     max_shard_size: str,
     dry_run: bool,
     overwrite: bool,
+    resume: bool,
     no_verify: bool,
     as_json: bool,
 ) -> None:
@@ -228,6 +230,7 @@ def convert(
             device=device,
             max_shard_size=max_shard_size,
             overwrite=overwrite,
+            resume=resume,
             verify=not no_verify,
             progress=progress,
         )
@@ -299,16 +302,18 @@ class _Bars:
     def stage(self, name: str, total: int) -> None:
         self._task = self._bars.add_task(name, total=total)
 
-    def advance(self) -> None:
-        self._bars.advance(self._task)
+    def advance(self, amount: int) -> None:
+        self._bars.advance(self._task, amount)
 
 
 @contextmanager
 def _progress(hidden: bool) -> Iterator[_Bars]:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    with Progress(console=Console(stderr=True), disable=hidden or not sys.stderr.isatty(), transient=True) as bars:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    silent = hidden or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), disable=silent, transient=True) as bars:
         yield _Bars(bars)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from converter import __version__
 from converter.checkpoint import SourceHash
 from converter.corpus import TINY_GPT2_SHA256, held_out_documents, training_documents
 from converter.errors import ConverterError, VerificationError
-from converter.ops import Notes
+from converter.journal import Journal
 from converter.output import OutputFolder
 from converter.plan import DtypeName, Plan, PlannedStep, make_plan
 from converter.recipe import Recipe, load_recipe
@@ -24,7 +25,7 @@ from converter.source import SourceModel
 from converter.text import Document, Windows, documents_from_strings, hold_out, read_documents, windows
 from converter.tokenizer import load_tokenizer, same_ids, write_tokenizer
 from converter.verification import Comparison, compare, load_plain, load_transformers, pick_device
-from converter.walk import Walk
+from converter.walk import Findings, Walk
 from converter.writer import CheckpointWriter, parse_size
 
 #: Without any text exact ops are gated on random tokens; nothing else can be measured on those.
@@ -37,17 +38,17 @@ class Progress(Protocol):
     """What a caller may show while a conversion runs."""
 
     def stage(self, name: str, total: int) -> None:
-        """A stage of `total` parts begins."""
+        """A stage of this length begins; a conversion is as long as its output in bytes."""
 
-    def advance(self) -> None:
-        """One part of the stage is done."""
+    def advance(self, amount: int) -> None:
+        """So much of the stage is done."""
 
 
 class _Silent:
     def stage(self, name: str, total: int) -> None:
         pass
 
-    def advance(self) -> None:
+    def advance(self, amount: int) -> None:
         pass
 
 
@@ -94,33 +95,32 @@ def convert(
     device: str = "auto",
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
+    resume: bool = False,
     verify: bool = True,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert the checkpoint in folder `source` into the folder `target`.
 
     `text` are files for calibration, of which a tenth is held out to measure damage on unless
-    `eval_text` names other files. Raises a ConverterError for bad input, and VerificationError where an
+    `eval_text` names other files. `resume` goes on from the last finished block of a run of the same
+    conversion that was killed. Raises a ConverterError for bad input, and VerificationError where an
     exact op did not keep the function or the written files compute something else than the conversion.
     """
     progress = progress or _Silent()
     plan = plan_conversion(source, recipe, overrides, dtype)
     device = pick_device(device)
     shard_size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    with OutputFolder(Path(target), overwrite=overwrite, source=Path(source)) as output:
+    with OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=Path(source)) as output:
         output.check_space(plan.output_bytes)
         texts = None
         if verify or _calibrated_step(plan) is not None:
             texts = gather_texts(plan, [Path(p) for p in text], [Path(p) for p in eval_text])
         source_hash = SourceHash(plan.source.checkpoint).start()
-        walk = Walk(
-            plan,
-            texts.calibration if texts else None,
-            texts.evaluation if texts and verify else None,
-            device=device,
-        )
-        _write(plan, walk, output.partial, shard_size, progress)
-        report = _report(plan, walk, texts, source_hash.result(), Path(target))
+        evaluation = texts.evaluation if texts and verify else None
+        walk = Walk(plan, texts.calibration if texts else None, evaluation, device=device)
+        journal = Journal(output.partial, _fingerprint(plan, texts, shard_size, verify))
+        _write(plan, walk, journal, output.partial, shard_size, progress)
+        report = _report(plan, walk.findings, texts, source_hash.result(), Path(target))
         if not report.passed:
             raise _exact_op_failed(report)
         _write_metadata(plan, output.partial)
@@ -128,8 +128,9 @@ def convert(
             progress.stage("verify", 1)
             verification = _verify_files(plan, report, output.partial, texts.evaluation, device)
             report = dataclasses.replace(report, verification=verification if texts.real else None)
-            progress.advance()
+            progress.advance(1)
         _write_reports(plan, report, output.partial)
+        journal.remove()
         output.commit()
     return report
 
@@ -221,20 +222,44 @@ def _random_windows(plan: Plan) -> Windows:
     return Windows(ids, np.full(4, length, dtype=np.int64))
 
 
-def _write(plan: Plan, walk: Walk, folder: Path, shard_size: int, progress: Progress) -> None:
-    writer = CheckpointWriter(folder, plan.tensors, shard_size)
-    progress.stage("convert", plan.source.spec.num_layers + 2)
-    for _, tensors in walk:
+def _fingerprint(plan: Plan, texts: Texts | None, shard_size: int, verify: bool) -> dict[str, Any]:
+    """What makes two runs the same conversion."""
+    files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in plan.source.checkpoint.files}
+    windows = [texts.calibration, texts.evaluation] if texts else []
+    digests = [hashlib.sha256(w.ids.tobytes() + w.lengths.tobytes()).hexdigest() for w in windows if w is not None]
+    return {
+        "tool": __version__,
+        "source": files,
+        "recipe": plan.recipe.to_yaml(),
+        "text": digests,
+        "shards": shard_size,
+        "verification": verify,
+    }
+
+
+def _write(plan: Plan, walk: Walk, journal: Journal, folder: Path, shard_size: int, progress: Progress) -> None:
+    """Walk and write, block by block, from where the journal says that an earlier run got to."""
+    progress.stage("convert", plan.output_bytes)
+    saved = journal.load()
+    if saved is not None:
+        walk.restore(*saved)
+    finished = walk.finished_names()
+    writer = CheckpointWriter(folder, plan.tensors, shard_size, resume=saved is not None, already_written=finished)
+    progress.advance(sum(plan.tensor_bytes(name) for name in finished))
+    for number, (_, tensors) in enumerate(walk):
         for name, tensor in tensors.items():
             writer.write(name, tensor)
-        progress.advance()
+            progress.advance(plan.tensor_bytes(name))
+        tensors.clear()  # one block in memory
+        writer.sync()
+        journal.save(number, *walk.state())
     writer.finish()
 
 
-def _report(plan: Plan, walk: Walk, texts: Texts | None, hashes: dict[str, str], target: Path) -> ConversionReport:
-    source = plan.source
-    rope = plan.target_spec.rope
-    source_parameters = sum(int(np.prod(source.checkpoint.tensors[source.names[name]].shape)) for name in source.used)
+def _report(
+    plan: Plan, findings: Findings, texts: Texts | None, hashes: dict[str, str], target: Path
+) -> ConversionReport:
+    source, rope = plan.source, plan.target_spec.rope
     return ConversionReport(
         source=source.checkpoint.path.resolve().name,
         source_family=source.family.name,
@@ -247,36 +272,28 @@ def _report(plan: Plan, walk: Walk, texts: Texts | None, hashes: dict[str, str],
         ignored_config={key: why for key, why in source.config_accounts.items() if why != "read"},
         rope=None if rope is None else {**dataclasses.asdict(rope), "layout": rope.layout.value},
         dtype=plan.dtype,
-        parameters=(source_parameters, plan.parameters),
+        parameters=(source.parameters, plan.parameters),
         bytes=(source.checkpoint.total_bytes, plan.output_bytes),
         text=texts.description if texts else "nothing: --no-verify",
-        steps=tuple(_step_report(plan, walk, index, texts) for index in range(len(plan.steps))),
+        steps=tuple(_step_report(plan, findings, index, texts) for index in range(len(plan.steps))),
         verification=None,
     )
 
 
-def _step_report(plan: Plan, walk: Walk, index: int, texts: Texts | None) -> StepReport:
+def _step_report(plan: Plan, findings: Findings, index: int, texts: Texts | None) -> StepReport:
     step = plan.steps[index]
-    notes = walk.notes[index]
-    measured = bool(walk.comparisons)
+    measured = bool(findings.comparisons)
     return StepReport(
         name=step.op.name,
         parameters=dict(vars(step.op)),
         exact=step.exact,
         needed=step.needed,
-        dropped=tuple(dropped for note in notes for dropped in note.dropped),
-        facts=_sum_facts(notes),
-        comparison=walk.comparisons[index] if measured and texts and texts.real else None,
-        relative_change=walk.changes[index] if measured else None,
+        dropped=tuple(findings.dropped[index]),
+        facts=findings.facts[index],
+        drift=tuple(findings.drifts[index]),
+        comparison=findings.comparisons[index] if measured and texts and texts.real else None,
+        relative_change=findings.changes[index] if measured else None,
     )
-
-
-def _sum_facts(notes: Sequence[Notes]) -> dict[str, float]:
-    facts: dict[str, float] = {}
-    for note in notes:
-        for key, value in note.facts.items():
-            facts[key] = facts.get(key, 0.0) + value
-    return facts
 
 
 def _exact_op_failed(report: ConversionReport) -> VerificationError:

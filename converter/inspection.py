@@ -68,20 +68,13 @@ def inspect(path: str | Path) -> Inspection:
         family=source.family.name,
         spec=source.spec,
         dtypes=dict(dtypes),
-        parameters=sum(_count(infos[source.names[name]].shape) for name in source.used),
+        parameters=source.parameters,
         bytes=source.checkpoint.total_bytes,
         mapping=tuple(_mapping_rows(source)),
         dropped=tuple(source.dropped),
         config_accounts=source.config_accounts,
         warnings=tuple(_warnings(source, dict(dtypes))),
     )
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _mapping_rows(source: SourceModel) -> list[MappingRow]:

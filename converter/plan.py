@@ -20,6 +20,7 @@ from converter.families import TargetFamily, families
 from converter.ops import Block, Notes, Op
 from converter.ops.cast import Cast
 from converter.recipe import Recipe
+from converter.safetensors_file import num_bytes
 from converter.source import Dropped, SourceModel
 from converter.spec import BlockRef, ModelSpec, block_shapes, blocks
 
@@ -64,8 +65,11 @@ class Plan:
     @property
     def output_bytes(self) -> int:
         """Bytes of all tensors of the result."""
-        sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
-        return sum(math.prod(shape) * sizes[dtype] for shape, dtype in self.tensors.values())
+        return sum(map(self.tensor_bytes, self.tensors))
+
+    def tensor_bytes(self, name: str) -> int:
+        """Bytes of one tensor of the result."""
+        return num_bytes(*self.tensors[name])
 
     @property
     def parameters(self) -> int:

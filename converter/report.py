@@ -31,6 +31,8 @@ class StepReport:
     needed: bool
     dropped: tuple[Dropped, ...]
     facts: dict[str, float]
+    #: Mean relative error of the states after each block, against the source's; empty where nothing was measured.
+    drift: tuple[float, ...] = ()
     #: The model after this op against the source; None where no text was measured.
     comparison: Comparison | None = None
     #: Largest logit difference to the model before this op, over the largest logit.

@@ -6,6 +6,7 @@ ignored with a reason, or an error. Opening reads headers only and imports no to
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,6 +63,11 @@ class SourceModel:
             info = self.checkpoint.tensors[self.names[name]]
             sizes[info.dtype] += info.nbytes
         return sizes.most_common(1)[0][0]
+
+    @property
+    def parameters(self) -> int:
+        """Trained parameters, a tied head counted once."""
+        return sum(math.prod(self.checkpoint.tensors[self.names[name]].shape) for name in self.used)
 
     def token_ids(self) -> dict[str, Any]:
         """bos, eos and pad as the source means them: its config, its generation config, its class's defaults."""

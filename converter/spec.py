@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-
 #: The linears of a layer, in the order in which activations pass through them.
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 

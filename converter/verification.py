@@ -8,7 +8,7 @@ and is not used. A and B run as transformers' own classes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,12 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self) | {"relative_difference": self.relative_difference}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Comparison:
+        """The inverse of `to_dict`."""
+        buckets = tuple(Figures(**each) for each in saved["buckets"])
+        return cls(Figures(**saved["total"]), buckets, saved["max_difference"], saved["max_logit"])
 
 
 class Tally:

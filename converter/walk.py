@@ -2,14 +2,15 @@
 
 With evaluation text the walk carries a stream of activations for every prefix of the ops, so that the
 damage of each op is measured in the same pass as the conversion; a calibrated op sees the stream of
-its own prefix. Streams that are still equal, because the ops between them have changed nothing so
-far, are computed once.
+its own prefix. After each block the walk can be saved, and another one can go on from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from torch import Tensor
 from converter import model
 from converter.ops import Block, Calibration, Notes
 from converter.plan import Plan
-from converter.spec import BlockRef, ModelSpec, block_shapes, blocks
+from converter.source import Dropped
+from converter.spec import BlockRef, block_shapes, blocks
+from converter.streams import StreamCalibration, Streams, Variant
 from converter.text import Windows
 from converter.verification import Comparison, Tally, batches, predictions
 
@@ -25,89 +28,46 @@ from converter.verification import Comparison, Tally, batches, predictions
 _ROWS = 512
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A block after some of the ops, with the spec that it has then."""
+@dataclass
+class Findings:
+    """What a walk found out, one entry an op."""
 
-    block: Block
-    spec: ModelSpec
+    #: What the op dropped, block by block.
+    dropped: list[list[Dropped]]
+    #: Facts that the op noted, summed over the blocks.
+    facts: list[dict[str, float]]
+    #: Drift of the states after each block from the source's, see `Streams.drift`.
+    drifts: list[list[float]]
+    #: The model after the op, against the source.
+    comparisons: list[Comparison] = field(default_factory=list)
+    #: Largest logit difference to the model before the op, over the largest logit.
+    changes: list[float] = field(default_factory=list)
 
-    def same_function(self, other: Variant) -> bool:
-        """Whether both are made of the very same tensors and facts; says nothing about equal values."""
-        mine, theirs = (variant.spec.replace(tied_head=False) for variant in (self, other))
-        return (
-            mine == theirs
-            and self.block.keys() == other.block.keys()
-            and all(tensor is other.block[role] for role, tensor in self.block.items())
-        )
+    @classmethod
+    def empty(cls, steps: int) -> Findings:
+        """Nothing found out yet."""
+        return cls(*([make() for _ in range(steps)] for make in (list, dict, list)))  # type: ignore[arg-type]
 
-    def to(self, dtype: torch.dtype) -> Variant:
-        """For computing: a cast block is stored in fewer bits than it is run in."""
-        return Variant(Block({role: tensor.to(dtype) for role, tensor in self.block.items()}), self.spec)
+    def note(self, step: int, notes: Notes) -> None:
+        """Add what an op noted of one block."""
+        self.dropped[step] += notes.dropped
+        for key, value in notes.facts.items():
+            self.facts[step][key] = self.facts[step].get(key, 0.0) + value
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
 
-class Streams:
-    """Activations of one text at the current depth, for some prefixes of the ops (0 is the source)."""
-
-    def __init__(self, windows: Windows, prefixes: list[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.windows, self.prefixes, self.dtype, self.device = windows, prefixes, dtype, device
-        self.states: dict[int, Tensor] = {}
-        self._last: tuple[int, Variant] | None = None
-
-    def advance(self, prefix: int, variant: Variant, ref: BlockRef) -> None:
-        """Take a prefix's stream through its variant of a block; prefixes come in ascending order."""
-        place = self.prefixes.index(prefix)
-        before = self.states.get(prefix)
-        if self._last is not None and place > 0:
-            previous, previous_variant = self._last
-            if self._shared.get(prefix) == previous and variant.same_function(previous_variant):
-                self.states[prefix] = self.states[previous]
-                self._last = (prefix, variant)
-                return
-        later = self.prefixes[place + 1] if place + 1 < len(self.prefixes) else None
-        in_place = before is not None and (later is None or self.states.get(later) is not before)
-        self.states[prefix] = self._run(before, variant.to(self.dtype), ref, in_place)
-        self._last = (prefix, variant)
-
-    def begin_block(self) -> None:
-        """Note which streams are equal before a block."""
-        self._last = None
-        self._shared = {
-            prefix: previous
-            for previous, prefix in zip(self.prefixes, self.prefixes[1:], strict=False)
-            if self.states.get(prefix) is self.states.get(previous)
-        }
-
-    def _run(self, states: Tensor | None, variant: Variant, ref: BlockRef, in_place: bool) -> Tensor:
-        count, context = self.windows.ids.shape
-        shape = (count, context, variant.spec.hidden_size)
-        result = states if states is not None and in_place else torch.empty(shape, dtype=self.dtype)
-        for batch in batches(self.windows):
-            if states is None:
-                ids = torch.from_numpy(self.windows.ids[batch]).to(self.device)
-                result[batch] = model.run_embeddings(variant.block, variant.spec, ids).cpu()
-            else:
-                moved = states[batch].to(self.device)
-                result[batch] = model.run_layer(variant.block, variant.spec, ref.index, moved).cpu()
-        return result
-
-
-class StreamCalibration(Calibration):
-    """The calibration text's activations that enter a block, in the model converted so far."""
-
-    def __init__(self, streams: Streams, prefix: int) -> None:
-        self._streams, self._prefix = streams, prefix
-
-    def batches(self) -> Iterator[Tensor]:
-        lengths = torch.from_numpy(self._streams.windows.lengths)
-        states = self._streams.states[self._prefix]
-        for batch in batches(self._streams.windows):
-            inside = torch.arange(states.shape[1])[None] < lengths[batch, None]
-            yield states[batch][inside].to(self._streams.device)
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Findings:
+        """The inverse of `to_dict`."""
+        dropped = [[Dropped(**each) for each in step] for step in saved["dropped"]]
+        comparisons = [Comparison.from_dict(each) for each in saved["comparisons"]]
+        return cls(dropped, saved["facts"], saved["drifts"], comparisons, saved["changes"])
 
 
 class Walk:
-    """Converts block by block; after the last one, `comparisons` holds the damage of each op prefix."""
+    """Converts block by block; `findings` fills up on the way."""
 
     def __init__(
         self,
@@ -117,14 +77,10 @@ class Walk:
         *,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
-        progress: Callable[[BlockRef], None] = lambda ref: None,
     ) -> None:
-        self.plan, self.dtype, self.device, self.progress = plan, dtype, torch.device(device), progress
-        self.notes: list[list[Notes]] = [[] for _ in plan.steps]
-        #: One for each op: the model after it against the source.
-        self.comparisons: list[Comparison] = []
-        #: One for each op: the largest logit difference to the model before it, over the largest logit.
-        self.changes: list[float] = []
+        self.plan, self.dtype, self.device = plan, dtype, torch.device(device)
+        self.findings = Findings.empty(len(plan.steps))
+        self._finished = 0
         prefixes = list(range(len(plan.steps) + 1))
         calibrated = [prefix for prefix in prefixes[1:] if plan.steps[prefix - 1].op.calibrated]
         self._evaluation = Streams(evaluation, prefixes, dtype, self.device) if evaluation is not None else None
@@ -134,34 +90,54 @@ class Walk:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[BlockRef, dict[str, Tensor]]]:
-        """Converted blocks under the target's tensor names, in the order of depth."""
-        for ref in blocks(self.plan.source.spec):
-            self.progress(ref)
+        """Converted blocks under the target's tensor names, in the order of depth, from the first unfinished one."""
+        for ref in list(blocks(self.plan.source.spec))[self._finished :]:
             yield ref, self.plan.named(ref, self._convert(ref))
+            self._finished += 1
+
+    def finished_names(self) -> list[str]:
+        """Target names of the tensors of all finished blocks."""
+        spec, target = self.plan.target_spec, self.plan.target
+        done = list(blocks(spec))[: self._finished]
+        names = [name for ref in done for mapping in target.mappings(spec, ref) for name in mapping.names]
+        return [full for full in dict.fromkeys(map(target.full_name, names)) if full in self.plan.tensors]
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What another walk needs in order to go on after the blocks that are finished."""
+        streams = {name: tensor for kind, each in self._streams() for name, tensor in each.save(kind).items()}
+        return {"finished": self._finished, "findings": self.findings.to_dict()}, streams
+
+    def restore(self, state: dict[str, Any], streams: dict[str, Tensor]) -> None:
+        """Go on from what `state` gave."""
+        self._finished = state["finished"]
+        self.findings = Findings.from_dict(state["findings"])
+        for kind, each in self._streams():
+            each.load(kind, streams)
+
+    def _streams(self) -> list[tuple[str, Streams]]:
+        named = [("evaluation", self._evaluation), ("calibration", self._calibration)]
+        return [(kind, streams) for kind, streams in named if streams is not None]
 
     def _convert(self, ref: BlockRef) -> Block:
-        plan = self.plan
-        source = Variant(plan.source.read_block(ref, self.dtype, self.device), plan.source.spec)
-        origins = {role: mapping.names[0] for mapping in self._source_mappings(ref) for role in mapping.roles}
-        for streams in (self._evaluation, self._calibration):
-            if streams is not None:
-                streams.begin_block()
-        self._advance(0, source, ref)
-        current = source
-        for prefix, step in enumerate(plan.steps, start=1):
+        source_spec = self.plan.source.spec
+        current = Variant(self.plan.source.read_block(ref, self.dtype, self.device), source_spec)
+        mappings = self.plan.source.family.mappings(source_spec, ref)
+        origins = {role: mapping.names[0] for mapping in mappings for role in mapping.roles}
+        for _, streams in self._streams():
+            streams.begin_block()
+        self._advance(0, current, ref)
+        source = current if self._evaluation is not None and ref.kind == "head" else None
+        for prefix, step in enumerate(self.plan.steps, start=1):
             notes = Notes(ref, origins)
             block = step.op.apply(current.block, step.before, ref, notes, self._view(prefix))
-            assert set(block) == set(block_shapes(step.after, ref)), f"{step.op.name} gives {ref} other roles"
-            self.notes[prefix - 1].append(notes)
+            assert block.keys() == block_shapes(step.after, ref).keys(), f"{step.op.name} gives {ref} other roles"
+            self.findings.note(prefix - 1, notes)
             previous, current = current, Variant(block, step.after)
-            if ref.kind == "head" and self._evaluation is not None:
+            if source is not None:
                 self._measure(prefix, source, previous, current)
-            else:
-                self._advance(prefix, current, ref)
+            del previous  # one block in memory
+            self._advance(prefix, current, ref)
         return current.block
-
-    def _source_mappings(self, ref: BlockRef) -> list:  # type: ignore[type-arg]
-        return self.plan.source.family.mappings(self.plan.source.spec, ref)
 
     def _view(self, prefix: int) -> Calibration | None:
         if self._calibration is None or prefix not in self._calibration.prefixes:
@@ -169,18 +145,22 @@ class Walk:
         return StreamCalibration(self._calibration, prefix)
 
     def _advance(self, prefix: int, variant: Variant, ref: BlockRef) -> None:
-        for streams in (self._evaluation, self._calibration):
-            if streams is not None and prefix in streams.prefixes and ref.kind != "head":
+        if ref.kind == "head":
+            return
+        for _, streams in self._streams():
+            if prefix in streams.prefixes:
                 streams.advance(prefix, variant, ref)
+        if prefix > 0 and self._evaluation is not None:
+            self.findings.drifts[prefix - 1].append(self._evaluation.drift(prefix))
 
     def _measure(self, prefix: int, source: Variant, previous: Variant, current: Variant) -> None:
         """Compare the logits after an op with the source's, and with those before the op."""
         assert self._evaluation is not None
-        streams = self._evaluation
+        streams, findings = self._evaluation, self.findings
         same_stream = streams.states[prefix] is streams.states[prefix - 1]
         if same_stream and current.same_function(previous) and prefix > 1:
-            self.comparisons.append(self.comparisons[-1])
-            self.changes.append(0.0)
+            findings.comparisons.append(findings.comparisons[-1])
+            findings.changes.append(0.0)
             return
         variants = {p: v.to(self.dtype) for p, v in ((0, source), (prefix - 1, previous), (prefix, current))}
         tally = Tally(streams.windows.ids.shape[1])
@@ -198,5 +178,5 @@ class Walk:
                 }
                 tally.add(logits[0], logits[prefix], targets[part].to(self.device), positions[part])
                 largest_change = max(largest_change, float((logits[prefix] - logits[prefix - 1]).abs().max()))
-        self.comparisons.append(tally.comparison())
-        self.changes.append(largest_change / max(tally.max_logit, 1e-300))
+        findings.comparisons.append(tally.comparison())
+        findings.changes.append(largest_change / max(tally.max_logit, 1e-300))

@@ -1,0 +1,130 @@
+"""Activation streams: one text at the current depth of the walk, for several prefixes of the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from converter import model
+from converter.ops import Block, Calibration
+from converter.spec import BlockRef, ModelSpec
+from converter.text import Windows
+from converter.verification import batches
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A block after some of the ops, with the spec that it has then."""
+
+    block: Block
+    spec: ModelSpec
+
+    def same_function(self, other: Variant) -> bool:
+        """Whether both are made of the very same tensors and facts; says nothing about equal values."""
+        mine, theirs = (variant.spec.replace(tied_head=False) for variant in (self, other))
+        return (
+            mine == theirs
+            and self.block.keys() == other.block.keys()
+            and all(tensor is other.block[role] for role, tensor in self.block.items())
+        )
+
+    def to(self, dtype: torch.dtype) -> Variant:
+        """For computing: a cast block is stored in fewer bits than it is run in."""
+        return Variant(Block({role: tensor.to(dtype) for role, tensor in self.block.items()}), self.spec)
+
+
+class Streams:
+    """States (n, T, D) of a text for some prefixes of the ops; prefix 0 is the source.
+
+    Streams that are still equal, because the ops between them have changed nothing so far, are one
+    tensor and are computed once.
+    """
+
+    def __init__(self, windows: Windows, prefixes: list[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.windows, self.prefixes, self.dtype, self.device = windows, prefixes, dtype, device
+        self.states: dict[int, Tensor] = {}
+        self._equal_so_far: set[int] = set()
+        self._last: Variant | None = None
+
+    def begin_block(self) -> None:
+        """Note which streams are equal to the one before them, before a block."""
+        pairs = zip(self.prefixes, self.prefixes[1:], strict=False)
+        self._equal_so_far = {b for a, b in pairs if self.states.get(a) is self.states.get(b)}
+        self._last = None
+
+    def advance(self, prefix: int, variant: Variant, ref: BlockRef) -> None:
+        """Take a prefix's stream through its variant of a block; prefixes come in ascending order."""
+        place = self.prefixes.index(prefix)
+        before = self.states.get(prefix)
+        if self._last is not None and prefix in self._equal_so_far and variant.same_function(self._last):
+            self.states[prefix] = self.states[self.prefixes[place - 1]]
+        else:
+            later = self.prefixes[place + 1] if place + 1 < len(self.prefixes) else None
+            still_needed = later is not None and self.states.get(later) is before
+            self.states[prefix] = self._run(before, variant.to(self.dtype), ref, in_place=not still_needed)
+        self._last = variant
+
+    def _run(self, states: Tensor | None, variant: Variant, ref: BlockRef, in_place: bool) -> Tensor:
+        shape = (*self.windows.ids.shape, variant.spec.hidden_size)
+        result = states if states is not None and in_place else torch.empty(shape, dtype=self.dtype)
+        for batch in batches(self.windows):
+            if states is None:
+                ids = torch.from_numpy(self.windows.ids[batch]).to(self.device)
+                result[batch] = model.run_embeddings(variant.block, variant.spec, ids).cpu()
+            else:
+                moved = states[batch].to(self.device)
+                result[batch] = model.run_layer(variant.block, variant.spec, ref.index, moved).cpu()
+        return result
+
+    def mask(self, batch: slice) -> Tensor:
+        """Which places (n, T) of a batch hold a token and no padding."""
+        lengths = torch.from_numpy(self.windows.lengths[batch])
+        return torch.arange(self.windows.ids.shape[1])[None] < lengths[:, None]
+
+    def drift(self, prefix: int) -> float:
+        """Mean over tokens of |x - s| / |s|, x being a prefix's centred state and s the source's."""
+        if self.states[prefix] is self.states[0]:
+            return 0.0
+        total, count = 0.0, 0
+        for batch in batches(self.windows):
+            inside = self.mask(batch)
+            ours, source = (_centred(self.states[p][batch][inside]) for p in (prefix, 0))
+            total += float(((ours - source).norm(dim=-1) / source.norm(dim=-1).clamp_min(1e-30)).sum())
+            count += len(source)
+        return total / count
+
+    def save(self, name: str) -> dict[str, Tensor]:
+        """The distinct streams, by names that `load` knows."""
+        return {
+            f"{name}.{prefix}": self.states[prefix]
+            for place, prefix in enumerate(self.prefixes)
+            if prefix in self.states
+            and (place == 0 or self.states[prefix] is not self.states.get(self.prefixes[place - 1]))
+        }
+
+    def load(self, name: str, saved: Mapping[str, Tensor]) -> None:
+        """Take up what `save` gave; equal streams are shared again."""
+        current: Tensor | None = None
+        for prefix in self.prefixes:
+            current = saved.get(f"{name}.{prefix}", current)
+            if current is not None:
+                self.states[prefix] = current
+
+
+class StreamCalibration(Calibration):
+    """The calibration text's activations that enter a block, in the model converted so far."""
+
+    def __init__(self, streams: Streams, prefix: int) -> None:
+        self._streams, self._prefix = streams, prefix
+
+    def batches(self) -> Iterator[Tensor]:
+        states = self._streams.states[self._prefix]
+        for batch in batches(self._streams.windows):
+            yield states[batch][self._streams.mask(batch)].to(self._streams.device)
+
+
+def _centred(states: Tensor) -> Tensor:
+    return states - states.mean(dim=-1, keepdim=True)
