@@ -240,7 +240,7 @@ def convert(
     from converter.report import conversion_tables
 
     _print_all(conversion_tables(report))
-    click.echo(f"Wrote {target}: {report.parameters[1]:,} parameters, {report.dtype}.")
+    click.echo(f"Wrote {target}: {report.target_cost.parameters:,} parameters, {report.dtype}.")
 
 
 @main.command()
@@ -298,6 +298,9 @@ class _Bars:
     def __init__(self, bars: RichProgress) -> None:
         self._bars = bars
         self._task: Any = None
+
+    def say(self, text: str) -> None:
+        self._bars.console.print(text)
 
     def stage(self, name: str, total: int) -> None:
         self._task = self._bars.add_task(name, total=total)

@@ -11,22 +11,27 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from converter import __version__
 from converter.checkpoint import SourceHash
 from converter.corpus import TINY_GPT2_SHA256, held_out_documents, training_documents
 from converter.errors import ConverterError, VerificationError
+from converter.figures import draw_figures
 from converter.journal import Journal
+from converter.model import flops_per_token, run_embeddings, run_layer
 from converter.output import OutputFolder
 from converter.plan import DtypeName, Plan, PlannedStep, make_plan
 from converter.recipe import Recipe, load_recipe
-from converter.report import EXACT_TOLERANCE, ConversionReport, StepReport, model_card
+from converter.report import EXACT_TOLERANCE, ConversionReport, Cost, StepReport, model_card
 from converter.source import SourceModel
+from converter.spec import ModelSpec, Positions, blocks
 from converter.text import Document, Windows, documents_from_strings, hold_out, read_documents, windows
 from converter.tokenizer import load_tokenizer, same_ids, write_tokenizer
-from converter.verification import Comparison, compare, load_plain, load_transformers, pick_device
+from converter.verification import Comparison, compare, load_plain, load_transformers, pick_device, tokens_per_second
 from converter.walk import Findings, Walk
 from converter.writer import CheckpointWriter, parse_size
+from converter.yardstick import yardstick
 
 #: Without any text exact ops are gated on random tokens; nothing else can be measured on those.
 _RANDOM_TOKENS = "no text given: random tokens, good for the gates of exact ops only"
@@ -37,6 +42,9 @@ _LONGEST_WINDOW = 2048
 class Progress(Protocol):
     """What a caller may show while a conversion runs."""
 
+    def say(self, text: str) -> None:
+        """A line that should stay."""
+
     def stage(self, name: str, total: int) -> None:
         """A stage of this length begins; a conversion is as long as its output in bytes."""
 
@@ -45,6 +53,9 @@ class Progress(Protocol):
 
 
 class _Silent:
+    def say(self, text: str) -> None:
+        pass
+
     def stage(self, name: str, total: int) -> None:
         pass
 
@@ -125,10 +136,7 @@ def convert(
             raise _exact_op_failed(report)
         _write_metadata(plan, output.partial)
         if verify and texts is not None:
-            progress.stage("verify", 1)
-            verification = _verify_files(plan, report, output.partial, texts.evaluation, device)
-            report = dataclasses.replace(report, verification=verification if texts.real else None)
-            progress.advance(1)
+            report = _verified(plan, report, output.partial, texts, device, progress)
         _write_reports(plan, report, output.partial)
         journal.remove()
         output.commit()
@@ -246,6 +254,8 @@ def _write(plan: Plan, walk: Walk, journal: Journal, folder: Path, shard_size: i
     finished = walk.finished_names()
     writer = CheckpointWriter(folder, plan.tensors, shard_size, resume=saved is not None, already_written=finished)
     progress.advance(sum(plan.tensor_bytes(name) for name in finished))
+    if (seconds := walk.seconds()) > 1:
+        progress.say(f"About {seconds:.0f} s of activations for calibration and measuring.")
     for number, (_, tensors) in enumerate(walk):
         for name, tensor in tensors.items():
             writer.write(name, tensor)
@@ -272,12 +282,16 @@ def _report(
         ignored_config={key: why for key, why in source.config_accounts.items() if why != "read"},
         rope=None if rope is None else {**dataclasses.asdict(rope), "layout": rope.layout.value},
         dtype=plan.dtype,
-        parameters=(source.parameters, plan.parameters),
-        bytes=(source.checkpoint.total_bytes, plan.output_bytes),
+        source_cost=Cost(source.parameters, source.checkpoint.total_bytes, _flops(source.spec)),
+        target_cost=Cost(plan.parameters, plan.output_bytes, _flops(plan.target_spec)),
         text=texts.description if texts else "nothing: --no-verify",
         steps=tuple(_step_report(plan, findings, index, texts) for index in range(len(plan.steps))),
         verification=None,
     )
+
+
+def _flops(spec: ModelSpec) -> int:
+    return flops_per_token(spec, spec.context)
 
 
 def _step_report(plan: Plan, findings: Findings, index: int, texts: Texts | None) -> StepReport:
@@ -291,6 +305,7 @@ def _step_report(plan: Plan, findings: Findings, index: int, texts: Texts | None
         dropped=tuple(findings.dropped[index]),
         facts=findings.facts[index],
         drift=tuple(findings.drifts[index]),
+        own_error=tuple(findings.own_errors[index]),
         comparison=findings.comparisons[index] if measured and texts and texts.real else None,
         relative_change=findings.changes[index] if measured else None,
     )
@@ -322,22 +337,70 @@ def _write_metadata(plan: Plan, folder: Path) -> None:
     (folder / "recipe.yaml").write_text(plan.recipe.to_yaml(), encoding="utf-8")
 
 
-def _verify_files(plan: Plan, report: ConversionReport, folder: Path, evaluation: Windows, device: str) -> Comparison:
-    """transformers' class of the source against transformers' class of the files, and against the walk's own figure."""
-    comparison = compare(load_transformers(plan.source), load_plain(folder), evaluation, device)
+def _verified(
+    plan: Plan, report: ConversionReport, folder: Path, texts: Texts, device: str, progress: Progress
+) -> ConversionReport:
+    """The report with what transformers' class of the source and of the written files say."""
+    progress.stage("verify", 3)
+    models = [load_transformers(plan.source), load_plain(folder)]
+    progress.advance(1)
+    comparison = compare(*models, texts.evaluation, device)
+    progress.advance(1)
+    _check_against_walk(plan, report, folder, comparison, texts.evaluation)
+    if not texts.real:
+        return report
+    learned = plan.source.spec.positions is Positions.LEARNED
+    speeds = [tokens_per_second(model, texts.evaluation, device) for model in models]
+    report = dataclasses.replace(
+        report,
+        verification=comparison,
+        yardstick=yardstick(plan.source, texts.evaluation, device) if learned else (),
+        speed=(speeds[0], speeds[1]),
+    )
+    progress.advance(1)
+    return report
+
+
+def _check_against_walk(
+    plan: Plan, report: ConversionReport, folder: Path, comparison: Comparison, evaluation: Windows
+) -> None:
+    """The files must cost what the walk measured; otherwise name the first block where they part."""
     claimed = report.steps[-1].comparison
-    if claimed is not None and abs(comparison.total.kl - claimed.total.kl) > 1e-5 + 0.01 * claimed.total.kl:
-        raise VerificationError(
-            f"the written files are {comparison.total.kl:.3e} nats per token from the source, and the conversion "
-            f"measured {claimed.total.kl:.3e}",
-            why="transformers computes something else from the files than the reference model from the blocks",
-            fix="This is a defect; please report it with the output of inspect",
-        )
-    return comparison
+    if claimed is None or abs(comparison.total.kl - claimed.total.kl) <= 1e-5 + 0.01 * claimed.total.kl:
+        return
+    raise VerificationError(
+        f"the written files are {comparison.total.kl:.3e} nats per token from the source, and the conversion "
+        f"measured {claimed.total.kl:.3e}",
+        why="transformers computes something else from the files than the reference model: "
+        + _parting(folder, evaluation),
+        fix="This is a defect; please report it with the output of inspect",
+    )
+
+
+def _parting(folder: Path, evaluation: Windows) -> str:
+    """The first block of a written checkpoint whose states differ between transformers and the reference model."""
+    written = SourceModel.open(folder)
+    ids = torch.from_numpy(evaluation.ids[:1])
+    with torch.no_grad():
+        hidden = load_plain(folder)(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+        states = torch.empty(0)
+        for depth, ref in enumerate(list(blocks(written.spec))[:-1]):
+            block = written.read_block(ref, torch.float32)
+            if ref.kind == "embeddings":
+                states = run_embeddings(block, written.spec, ids)
+            else:
+                states = run_layer(block, written.spec, ref.index, states)
+            if depth < written.spec.num_layers:  # transformers' last entry has passed the final norm
+                error = float((hidden[depth] - states).norm() / states.norm())
+                if error > 1e-3:
+                    return f"{ref} is the first block whose output differs, by {error:.1%}"
+    return "all blocks but the last layer and the head agree"
 
 
 def _write_reports(plan: Plan, report: ConversionReport, folder: Path) -> None:
     _write_json(folder / "conversion.json", report.to_dict() | {"spec": plan.target_spec.to_dict()})
+    if report.verification is not None:
+        draw_figures(report.steps, report.verification, folder / "figures")
     (folder / "README.md").write_text(model_card(report), encoding="utf-8")
 
 

@@ -14,16 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from converter.spec import Activation, ModelSpec, Norm, Positions, RopeLayout, RopeSpec
+from converter.spec import Activation, ModelSpec, Norm, Positions, QKNorm, RopeLayout, RopeSpec
 
 Roles = Mapping[str, Tensor]
 
 
-def run_embeddings(roles: Roles, spec: ModelSpec, ids: Tensor) -> Tensor:
-    """Token ids (B, T) -> states (B, T, D)."""
+def run_embeddings(roles: Roles, spec: ModelSpec, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Token ids (B, T) -> states (B, T, D); learned positions are 0 to T-1 unless others (T,) are given."""
     states = F.embedding(ids, roles["embed.weight"])
     if spec.positions is Positions.LEARNED:
-        states = states + roles["positions.weight"][: ids.shape[1]]
+        table = roles["positions.weight"]
+        states = states + (table[: ids.shape[1]] if positions is None else table[positions])
     return states
 
 
@@ -32,7 +33,10 @@ def run_layer(roles: Roles, spec: ModelSpec, index: int, states: Tensor) -> Tens
     if not spec.pre_norm:
         states = run_norm(roles, "attn_norm", spec, states + run_attention(roles, spec, index, states))
         return run_norm(roles, "mlp_norm", spec, states + run_mlp(roles, spec, states))
-    states = states + run_attention(roles, spec, index, run_norm(roles, "attn_norm", spec, states))
+    attended = run_attention(roles, spec, index, run_norm(roles, "attn_norm", spec, states))
+    if spec.parallel_residual:
+        return states + attended + run_mlp(roles, spec, run_norm(roles, "mlp_norm", spec, states))
+    states = states + attended
     return states + run_mlp(roles, spec, run_norm(roles, "mlp_norm", spec, states))
 
 
@@ -43,7 +47,7 @@ def run_final_norm(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
 
 def run_head(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
     """States (..., D) -> logits (..., V)."""
-    return F.linear(run_final_norm(roles, spec, states), roles["head.weight"])
+    return _linear(roles, "head", run_final_norm(roles, spec, states))
 
 
 def run_norm(roles: Roles, norm: str, spec: ModelSpec, states: Tensor) -> Tensor:
@@ -60,16 +64,34 @@ def run_attention(roles: Roles, spec: ModelSpec, index: int, states: Tensor) -> 
     batch, length, _ = states.shape
 
     def heads(part: str, count: int) -> Tensor:
-        return _linear(roles, part, states).view(batch, length, count, spec.head_dim).transpose(1, 2)
+        rows = _linear(roles, part, states)
+        if spec.qk_norm is QKNorm.FULL and part != "v":
+            rows = run_norm(roles, f"{part}_norm", spec, rows)
+        split = rows.view(batch, length, count, spec.head_dim).transpose(1, 2)
+        if spec.qk_norm is QKNorm.PER_HEAD and part != "v":
+            split = run_norm(roles, f"{part}_norm", spec, split)
+        return split
 
     q, k, v = heads("q", spec.num_heads), heads("k", spec.num_kv_heads), heads("v", spec.num_kv_heads)
-    if spec.rope is not None:
+    if spec.rope is not None and spec.rope.rotates(index):
         cos, sin = rope_table(spec, length, states.dtype, states.device)
         q, k = (rotate(x, cos, sin, spec.rope) for x in (q, k))
+    window = spec.sliding_window if spec.sliding_window is not None and spec.sliding_window < length else None
     mixed = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=spec.attention_scales[index], enable_gqa=spec.num_heads != spec.num_kv_heads
+        q,
+        k,
+        v,
+        attn_mask=None if window is None else window_mask(length, window, states.device),
+        is_causal=window is None,
+        scale=spec.attention_scales[index],
+        enable_gqa=spec.num_heads != spec.num_kv_heads,
     )
     return _linear(roles, "o", mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+def window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """(T, T), true where a token sees another: the last `window` ones, itself included."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def run_mlp(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:

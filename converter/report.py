@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from converter.plan import Plan
 from converter.source import Dropped
 from converter.spec import LINEARS
 from converter.verification import Comparison, Figures
+from converter.yardstick import Shifted
 
 #: Largest relative logit difference that an exact op may make, in fp32.
 EXACT_TOLERANCE = 1e-5
@@ -33,6 +35,8 @@ class StepReport:
     facts: dict[str, float]
     #: Mean relative error of the states after each block, against the source's; empty where nothing was measured.
     drift: tuple[float, ...] = ()
+    #: The part of it that each block makes by itself, fed the source's states.
+    own_error: tuple[float, ...] = ()
     #: The model after this op against the source; None where no text was measured.
     comparison: Comparison | None = None
     #: Largest logit difference to the model before this op, over the largest logit.
@@ -42,6 +46,16 @@ class StepReport:
     def passed(self) -> bool:
         """Whether an exact op kept the function; a lossy one always passes."""
         return not self.exact or self.relative_change is None or self.relative_change <= EXACT_TOLERANCE
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a model takes to hold and to run."""
+
+    parameters: int
+    bytes: int
+    #: For the last token of a full context.
+    flops_per_token: int
 
 
 @dataclass(frozen=True)
@@ -59,12 +73,16 @@ class ConversionReport:
     ignored_config: dict[str, str]
     rope: dict[str, Any] | None
     dtype: str
-    parameters: tuple[int, int]
-    bytes: tuple[int, int]
+    source_cost: Cost
+    target_cost: Cost
     text: str
     steps: tuple[StepReport, ...]
     #: transformers' class of the source against transformers' class of the written files.
     verification: Comparison | None
+    #: The source against itself with shifted positions: what a change of positions may be measured against.
+    yardstick: tuple[Shifted, ...] = ()
+    #: Tokens per second of source and result here. A machine's, not a checkpoint's: `conversion.json` lacks it.
+    speed: tuple[float, float] | None = None
 
     @property
     def passed(self) -> bool:
@@ -77,6 +95,7 @@ class ConversionReport:
         facts["target"] = self.target.name
         facts["steps"] = [_step_dict(step) for step in self.steps]
         facts["verification"] = self.verification.to_dict() if self.verification else None
+        facts["first_unexplained_drift"] = unexplained_drift(self.steps)
         return facts
 
 
@@ -84,6 +103,26 @@ def _step_dict(step: StepReport) -> dict[str, Any]:
     facts = asdict(step)
     facts["comparison"] = step.comparison.to_dict() if step.comparison else None
     return facts
+
+
+#: Drift that rounding explains, in fp32, and how much more than its input's and its own a block's may be.
+_ROUNDING, _AMPLIFIED = 1e-4, 3.0
+
+
+def unexplained_drift(steps: Sequence[StepReport]) -> str | None:
+    """The first block whose output drifts by more than its ops and its input explain, in a sentence."""
+    for step in steps:
+        entering = 0.0
+        for depth, (drift, own) in enumerate(zip(step.drift, step.own_error, strict=True)):
+            explained = _ROUNDING if step.exact and not entering > _ROUNDING else _AMPLIFIED * (entering + own)
+            if drift > max(explained, _ROUNDING):
+                block = "embeddings" if depth == 0 else f"layers.{depth - 1}"
+                return (
+                    f"after {step.name}, {block} is the first block to drift by more than its ops explain: its output "
+                    f"by {drift:.1%}, its input by {entering:.1%}, its own ops by {own:.1%}"
+                )
+            entering = drift
+    return None
 
 
 def damage_table(report: ConversionReport) -> Table:
@@ -127,6 +166,48 @@ def comparison_table(comparison: Comparison, title: str) -> Table:
             table.add_section()
             span = "all"
         table.add_row(span, f"{figures.tokens:,}", *_figure_cells(figures))
+    return table
+
+
+def cost_table(report: ConversionReport) -> Table:
+    """Source beside result: size and speed."""
+    table = Table(title="Cost", title_justify="left")
+    table.add_column("")
+    for heading in ("source", "result", "ratio"):
+        table.add_column(heading, justify="right")
+    rows: list[tuple[str, float, float]] = [
+        (name, getattr(report.source_cost, key), getattr(report.target_cost, key))
+        for name, key in (("parameters", "parameters"), ("bytes", "bytes"), ("FLOPs per token", "flops_per_token"))
+    ]
+    if report.speed is not None:
+        rows.append(("tokens per second, here", *report.speed))
+    for name, before, after in rows:
+        table.add_row(name, f"{before:,.0f}", f"{after:,.0f}", f"{after / before:.2f}")
+    return table
+
+
+def yardstick_table(rows: Sequence[Shifted]) -> Table:
+    """The source with shifted positions against itself."""
+    table = Table(title="Yardstick: the source with shifted positions against itself", title_justify="left")
+    for heading in ("shift", "position 0", "KL", "loss"):
+        table.add_column(heading, justify="right" if heading != "position 0" else "left")
+    for row in rows:
+        kept = "kept" if row.first_kept else "moved"
+        table.add_row(str(row.shift), kept, f"{row.figures.kl:.4f}", f"{row.figures.loss_increase:+.4f}")
+    return table
+
+
+def damage_by_position_table(report: ConversionReport) -> Table:
+    """KL to the source after each op that changes something, by position bucket."""
+    steps = [step for step in report.steps if step.comparison is not None and step.needed and not step.exact]
+    table = Table(title="KL to the source by position, cumulative", title_justify="left")
+    table.add_column("positions", justify="right")
+    for step in steps:
+        table.add_column(step.name, justify="right")
+    comparisons = [step.comparison for step in steps if step.comparison is not None]
+    for place, first in enumerate(comparisons[0].buckets if comparisons else ()):
+        span = str(first.first) if first.first == first.last else f"{first.first}-{first.last}"
+        table.add_row(span, *(_figure_cells(each.buckets[place])[0] for each in comparisons))
     return table
 
 
@@ -246,6 +327,11 @@ def conversion_tables(report: ConversionReport) -> list[Any]:
     if report.verification is not None:
         title = "Source against the written files, each run by transformers, nats per token"
         shown.append(comparison_table(report.verification, title))
+        if report.yardstick:
+            shown.append(yardstick_table(report.yardstick))
+        shown.append(cost_table(report))
+        if (drift := unexplained_drift(report.steps)) is not None:
+            shown.append(f"{drift[0].upper()}{drift[1:]}.")
         shown.append(f"Measured on: {report.text}.")
     elif any(step.relative_change is not None for step in report.steps):
         shown.append(f"Exact ops passed their gates. {report.text[0].upper()}{report.text[1:]}.")
@@ -284,13 +370,11 @@ def markdown(table: Table) -> str:
 def model_card(report: ConversionReport) -> str:
     """`README.md` of a converted checkpoint."""
     name = report.target.name
-    title = report.verification
     parts = [
         f"---\nlibrary_name: transformers\ntags: [{report.target_family}, converted]\n---\n\n# {name}\n",
         f"Converted from the {report.source_family} checkpoint `{report.source}` to {report.target_family} by "
         f"checkpoint-converter {report.tool_version}, recipe `{report.recipe}` (saved beside this file as "
-        f"`recipe.yaml`). Stored in {report.dtype}, {report.parameters[1]:,} parameters "
-        f"(source: {report.parameters[0]:,}).\n",
+        f"`recipe.yaml`). Stored in {report.dtype}.\n",
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n',
@@ -299,12 +383,25 @@ def model_card(report: ConversionReport) -> str:
         "KLs are cumulative and do not add.\n",
         markdown(damage_table(report)) + "\n",
     ]
-    if title is not None:
+    if report.verification is not None:
         parts += [
+            "![Damage by op](figures/damage_by_op.png)\n",
+            markdown(damage_by_position_table(report)) + "\n",
             "## Source against result, by position\n",
             "transformers' own class of each, in nats per token.\n",
-            markdown(comparison_table(title, "")) + "\n",
+            markdown(comparison_table(report.verification, "")) + "\n",
+            "![Loss by position](figures/loss_by_position.png)\n",
+            "![Drift by depth](figures/drift_by_depth.png)\n",
         ]
+        if (drift := unexplained_drift(report.steps)) is not None:
+            parts.append(f"{drift[0].upper()}{drift[1:]}.\n")
+    if report.yardstick:
+        parts += [
+            "## Yardstick\n",
+            "The source against itself with every position shifted: how much it cares where it stands.\n",
+            markdown(yardstick_table(report.yardstick)) + "\n",
+        ]
+    parts += ["## Cost\n", markdown(cost_table(dataclasses.replace(report, speed=None))) + "\n"]
     dropped = collapse(list(report.source_dropped) + [each for step in report.steps for each in step.dropped])
     if dropped:
         parts.append("## What is not in the result\n")

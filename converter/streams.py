@@ -48,9 +48,12 @@ class Streams:
         self.states: dict[int, Tensor] = {}
         self._equal_so_far: set[int] = set()
         self._last: Variant | None = None
+        self._source_input: Tensor | None = None
 
     def begin_block(self) -> None:
         """Note which streams are equal to the one before them, before a block."""
+        if 0 in self.states:
+            self._source_input = self.states[0][next(batches(self.windows))].clone()
         pairs = zip(self.prefixes, self.prefixes[1:], strict=False)
         self._equal_so_far = {b for a, b in pairs if self.states.get(a) is self.states.get(b)}
         self._last = None
@@ -88,13 +91,28 @@ class Streams:
         """Mean over tokens of |x - s| / |s|, x being a prefix's centred state and s the source's."""
         if self.states[prefix] is self.states[0]:
             return 0.0
-        total, count = 0.0, 0
-        for batch in batches(self.windows):
-            inside = self.mask(batch)
-            ours, source = (_centred(self.states[p][batch][inside]) for p in (prefix, 0))
-            total += float(((ours - source).norm(dim=-1) / source.norm(dim=-1).clamp_min(1e-30)).sum())
-            count += len(source)
-        return total / count
+        errors = [
+            _relative_error(*(self.states[p][batch][self.mask(batch)] for p in (prefix, 0)))
+            for batch in batches(self.windows)
+        ]
+        return float(torch.cat(errors).mean())
+
+    def own_error(self, variant: Variant, ref: BlockRef) -> float:
+        """The drift that a block's ops make by themselves: of its output, when it is fed the source's states.
+
+        Looked at on the first batch of windows, after the source's stream has passed the block.
+        """
+        batch = next(batches(self.windows))
+        running = variant.to(self.dtype)
+        if self._source_input is None:
+            ids = torch.from_numpy(self.windows.ids[batch]).to(self.device)
+            output = model.run_embeddings(running.block, running.spec, ids)
+        else:
+            output = model.run_layer(
+                running.block, running.spec, ref.index, _centred(self._source_input).to(self.device)
+            )
+        inside = self.mask(batch)
+        return float(_relative_error(output.cpu()[inside], self.states[0][batch][inside]).mean())
 
     def save(self, name: str) -> dict[str, Tensor]:
         """The distinct streams, by names that `load` knows."""
@@ -124,6 +142,12 @@ class StreamCalibration(Calibration):
         states = self._streams.states[self._prefix]
         for batch in batches(self._streams.windows):
             yield states[batch][self._streams.mask(batch)].to(self._streams.device)
+
+
+def _relative_error(ours: Tensor, source: Tensor) -> Tensor:
+    """|x - s| / |s| of centred states (N, D), for each of N tokens."""
+    ours, source = _centred(ours), _centred(source)
+    return (ours - source).norm(dim=-1) / source.norm(dim=-1).clamp_min(1e-30)
 
 
 def _centred(states: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ and is not used. A and B run as transformers' own classes.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -153,6 +154,18 @@ def compare(source: PreTrainedModel, other: PreTrainedModel, windows: Windows, d
             logits = [model(input_ids=ids, use_cache=False).logits for model in models]
             tally.add(logits[0][rows, positions], logits[1][rows, positions], targets, positions)
     return tally.comparison()
+
+
+def tokens_per_second(model: PreTrainedModel, windows: Windows, device: str = "cpu") -> float:
+    """Speed of a forward over full windows on this machine, the best of three after a warm-up."""
+    ids = torch.from_numpy(windows.ids[next(batches(windows))]).to(device)
+    times = []
+    with torch.no_grad():
+        for _ in range(4):
+            started = time.perf_counter()
+            float(model(input_ids=ids, use_cache=False).logits[0, 0, 0])
+            times.append(time.perf_counter() - started)
+    return ids.numel() / min(times[1:])
 
 
 def load_transformers(source: SourceModel) -> PreTrainedModel:

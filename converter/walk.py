@@ -8,6 +8,7 @@ its own prefix. After each block the walk can be saved, and another one can go o
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,8 @@ class Findings:
     facts: list[dict[str, float]]
     #: Drift of the states after each block from the source's, see `Streams.drift`.
     drifts: list[list[float]]
+    #: The part of it that the block makes by itself, see `Streams.own_error`.
+    own_errors: list[list[float]]
     #: The model after the op, against the source.
     comparisons: list[Comparison] = field(default_factory=list)
     #: Largest logit difference to the model before the op, over the largest logit.
@@ -46,7 +49,7 @@ class Findings:
     @classmethod
     def empty(cls, steps: int) -> Findings:
         """Nothing found out yet."""
-        return cls(*([make() for _ in range(steps)] for make in (list, dict, list)))  # type: ignore[arg-type]
+        return cls(*([make() for _ in range(steps)] for make in (list, dict, list, list)))  # type: ignore[arg-type]
 
     def note(self, step: int, notes: Notes) -> None:
         """Add what an op noted of one block."""
@@ -63,7 +66,7 @@ class Findings:
         """The inverse of `to_dict`."""
         dropped = [[Dropped(**each) for each in step] for step in saved["dropped"]]
         comparisons = [Comparison.from_dict(each) for each in saved["comparisons"]]
-        return cls(dropped, saved["facts"], saved["drifts"], comparisons, saved["changes"])
+        return cls(dropped, saved["facts"], saved["drifts"], saved["own_errors"], comparisons, saved["changes"])
 
 
 class Walk:
@@ -114,6 +117,24 @@ class Walk:
         for kind, each in self._streams():
             each.load(kind, streams)
 
+    def seconds(self) -> float:
+        """About how long the activations will take, by the time of one layer of random weights on one batch."""
+        pairs = [(streams, len(streams.prefixes)) for _, streams in self._streams()]
+        if not pairs:
+            return 0.0
+        spec = self.plan.source.spec
+        shapes = block_shapes(spec, BlockRef("layer"))
+        block = Block({role: torch.randn(shape, device=self.device) * 0.01 for role, shape in shapes.items()})
+        windows = pairs[0][0].windows
+        batch = windows.ids[next(batches(windows))]
+        states = torch.randn(*batch.shape, spec.hidden_size, device=self.device)
+        with torch.no_grad():
+            model.run_layer(block, spec, 0, states)
+            started = time.perf_counter()
+            float(model.run_layer(block, spec, 0, states).sum())
+        per_token = (time.perf_counter() - started) / batch.size
+        return sum(per_token * streams.windows.ids.size * count * spec.num_layers for streams, count in pairs)
+
     def _streams(self) -> list[tuple[str, Streams]]:
         named = [("evaluation", self._evaluation), ("calibration", self._calibration)]
         return [(kind, streams) for kind, streams in named if streams is not None]
@@ -151,7 +172,9 @@ class Walk:
             if prefix in streams.prefixes:
                 streams.advance(prefix, variant, ref)
         if prefix > 0 and self._evaluation is not None:
-            self.findings.drifts[prefix - 1].append(self._evaluation.drift(prefix))
+            drift = self._evaluation.drift(prefix)
+            self.findings.drifts[prefix - 1].append(drift)
+            self.findings.own_errors[prefix - 1].append(self._evaluation.own_error(variant, ref) if drift else 0.0)
 
     def _measure(self, prefix: int, source: Variant, previous: Variant, current: Variant) -> None:
         """Compare the logits after an op with the source's, and with those before the op."""
