@@ -342,7 +342,7 @@ def _verified(
 ) -> ConversionReport:
     """The report with what transformers' class of the source and of the written files say."""
     progress.stage("verify", 3)
-    models = [load_transformers(plan.source), load_plain(folder)]
+    models = (load_transformers(plan.source), load_plain(folder))
     progress.advance(1)
     comparison = compare(*models, texts.evaluation, device)
     progress.advance(1)

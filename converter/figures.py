@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +22,12 @@ def draw_figures(steps: Sequence[StepReport], verification: Comparison, folder: 
 
     folder.mkdir()
     written = []
-    for name, draw in (
-        ("loss_by_position", lambda axes: _loss_by_position(axes, verification)),
-        ("damage_by_op", lambda axes: _damage_by_op(axes, steps)),
-        ("drift_by_depth", lambda axes: _drift_by_depth(axes, steps)),
-    ):
+    drawings: dict[str, Callable[[Axes], None]] = {
+        "loss_by_position": lambda axes: _loss_by_position(axes, verification),
+        "damage_by_op": lambda axes: _damage_by_op(axes, steps),
+        "drift_by_depth": lambda axes: _drift_by_depth(axes, steps),
+    }
+    for name, draw in drawings.items():
         figure = Figure(figsize=(7, 3.6), layout="constrained")
         draw(figure.add_subplot())
         written.append(folder / f"{name}.png")

@@ -82,9 +82,9 @@ class Streams:
                 result[batch] = model.run_layer(variant.block, variant.spec, ref.index, moved).cpu()
         return result
 
-    def mask(self, batch: slice) -> Tensor:
-        """Which places (n, T) of a batch hold a token and no padding."""
-        lengths = torch.from_numpy(self.windows.lengths[batch])
+    def mask(self, rows: slice | Tensor) -> Tensor:
+        """Which places (n, T) of some windows hold a token and no padding."""
+        lengths = torch.from_numpy(self.windows.lengths)[rows]
         return torch.arange(self.windows.ids.shape[1])[None] < lengths[:, None]
 
     def drift(self, prefix: int) -> float:
@@ -133,21 +133,36 @@ class Streams:
 
 
 class StreamCalibration(Calibration):
-    """The calibration text's activations that enter a block, in the model converted so far."""
+    """The calibration text's activations around a block, for the op that makes prefix `prefix`.
 
-    def __init__(self, streams: Streams, prefix: int) -> None:
-        self._streams, self._prefix = streams, prefix
+    Its own stream has not passed the block yet, and the source's has.
+    """
+
+    def __init__(self, streams: Streams, prefix: int, centred: bool) -> None:
+        self._streams, self._prefix, self._centred = streams, prefix, centred
+        self.count = len(streams.windows.ids)
 
     def batches(self) -> Iterator[Tensor]:
-        states = self._streams.states[self._prefix]
         for batch in batches(self._streams.windows):
-            yield states[batch][self._streams.mask(batch)].to(self._streams.device)
+            rows = torch.arange(batch.start, batch.stop)
+            yield self.inputs(rows)[self.mask(rows)]
+
+    def inputs(self, rows: Tensor) -> Tensor:
+        return self._streams.states[self._prefix][rows].to(self._streams.device)
+
+    def targets(self, rows: Tensor) -> Tensor:
+        states = self._streams.states[0][rows].to(self._streams.device)
+        return _centred(states) if self._centred else states
+
+    def mask(self, rows: Tensor) -> Tensor:
+        return self._streams.mask(rows).to(self._streams.device)
 
 
 def _relative_error(ours: Tensor, source: Tensor) -> Tensor:
     """|x - s| / |s| of centred states (N, D), for each of N tokens."""
     ours, source = _centred(ours), _centred(source)
-    return (ours - source).norm(dim=-1) / source.norm(dim=-1).clamp_min(1e-30)
+    error: Tensor = (ours - source).norm(dim=-1) / source.norm(dim=-1).clamp_min(1e-30)
+    return error
 
 
 def _centred(states: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from converter import model
 from converter.ops import Block, Calibration, Notes
 from converter.plan import Plan
 from converter.source import Dropped
-from converter.spec import BlockRef, block_shapes, blocks
+from converter.spec import BlockRef, Norm, block_shapes, blocks
 from converter.streams import StreamCalibration, Streams, Variant
 from converter.text import Windows
 from converter.verification import Comparison, Tally, batches, predictions
@@ -86,6 +86,8 @@ class Walk:
         self._finished = 0
         prefixes = list(range(len(plan.steps) + 1))
         calibrated = [prefix for prefix in prefixes[1:] if plan.steps[prefix - 1].op.calibrated]
+        if any(step.op.follows_source for step in plan.steps):
+            calibrated.insert(0, 0)
         self._evaluation = Streams(evaluation, prefixes, dtype, self.device) if evaluation is not None else None
         self._calibration = (
             Streams(calibration, calibrated, dtype, self.device) if calibration is not None and calibrated else None
@@ -150,7 +152,7 @@ class Walk:
         source = current if self._evaluation is not None and ref.kind == "head" else None
         for prefix, step in enumerate(self.plan.steps, start=1):
             notes = Notes(ref, origins)
-            block = step.op.apply(current.block, step.before, ref, notes, self._view(prefix))
+            block = step.op.apply(current.block, step.before, ref, notes, self._calibration_for(prefix))
             assert block.keys() == block_shapes(step.after, ref).keys(), f"{step.op.name} gives {ref} other roles"
             self.findings.note(prefix - 1, notes)
             previous, current = current, Variant(block, step.after)
@@ -160,10 +162,12 @@ class Walk:
             self._advance(prefix, current, ref)
         return current.block
 
-    def _view(self, prefix: int) -> Calibration | None:
+    def _calibration_for(self, prefix: int) -> Calibration | None:
         if self._calibration is None or prefix not in self._calibration.prefixes:
             return None
-        return StreamCalibration(self._calibration, prefix)
+        source, converted = self.plan.source.spec, self.plan.steps[prefix - 1].before
+        centred = (source.norm, converted.norm) == (Norm.LAYERNORM, Norm.RMSNORM)
+        return StreamCalibration(self._calibration, prefix, centred)
 
     def _advance(self, prefix: int, variant: Variant, ref: BlockRef) -> None:
         if ref.kind == "head":

@@ -37,11 +37,31 @@ class Block(dict[str, "Tensor"]):
 
 
 class Calibration(ABC):
-    """What a calibrated op may look at: activations at the depth of the block that it is given."""
+    """What a calibrated op may look at: activations of the calibration text at the depth of its block.
+
+    The text lies in `count` windows of T tokens, addressed by `rows`, a 1-D tensor of window numbers.
+    """
+
+    count: int
 
     @abstractmethod
     def batches(self) -> Iterator[Tensor]:
         """States (N, D) that enter this block in the model converted so far, padding left out."""
+
+    @abstractmethod
+    def inputs(self, rows: Tensor) -> Tensor:
+        """The same (B, T, D) for some windows, padding included."""
+
+    @abstractmethod
+    def targets(self, rows: Tensor) -> Tensor:
+        """The states (B, T, D) that leave the source's block; centred, where the converted model's are.
+
+        For ops that set `follows_source`.
+        """
+
+    @abstractmethod
+    def mask(self, rows: Tensor) -> Tensor:
+        """Where (B, T) there is a token and no padding."""
 
 
 @dataclass
@@ -74,6 +94,8 @@ class Op(ABC):
     summary: ClassVar[str]
     #: Whether it needs activations; `apply` then gets a `Calibration`, but in a dry run.
     calibrated: ClassVar[bool] = False
+    #: Whether it needs the source's activations beside the converted model's; for calibrated ops.
+    follows_source: ClassVar[bool] = False
 
     @abstractmethod
     def exact(self, spec: ModelSpec) -> bool:

@@ -1,0 +1,33 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := demo-output/tiny-llama
+
+.PHONY: setup demo test slow lint clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/converter convert examples/tiny-gpt2 $(DEMO) --overwrite
+	$(BIN)/python examples/generate.py examples/tiny-gpt2 $(DEMO)
+
+test: setup
+	$(BIN)/python -m pytest
+
+slow: setup
+	$(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) demo-output build *.egg-info
