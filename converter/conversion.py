@@ -6,37 +6,30 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from converter import __version__
 from converter.checkpoint import SourceHash
-from converter.corpus import TINY_GPT2_SHA256, held_out_documents, training_documents
 from converter.errors import ConverterError, VerificationError
 from converter.figures import draw_figures
 from converter.journal import Journal
 from converter.model import flops_per_token, run_embeddings, run_layer
 from converter.output import OutputFolder
-from converter.plan import DtypeName, Plan, PlannedStep, make_plan
+from converter.plan import DtypeName, Plan, make_plan
 from converter.recipe import Recipe, load_recipe
 from converter.report import EXACT_TOLERANCE, ConversionReport, Cost, StepReport, model_card
 from converter.source import SourceModel
 from converter.spec import ModelSpec, Positions, blocks
-from converter.text import Document, Windows, documents_from_strings, hold_out, read_documents, windows
+from converter.text import Windows
+from converter.texts import Texts, calibrated_step, gather_texts
 from converter.tokenizer import load_tokenizer, same_ids, write_tokenizer
 from converter.verification import Comparison, compare, load_plain, load_transformers, pick_device, tokens_per_second
 from converter.walk import Findings, Walk
 from converter.writer import CheckpointWriter, parse_size
 from converter.yardstick import yardstick
-
-#: Without any text exact ops are gated on random tokens; nothing else can be measured on those.
-_RANDOM_TOKENS = "no text given: random tokens, good for the gates of exact ops only"
-#: Windows longer than this cost more than they tell about the damage.
-_LONGEST_WINDOW = 2048
 
 
 class Progress(Protocol):
@@ -61,16 +54,6 @@ class _Silent:
 
     def advance(self, amount: int) -> None:
         pass
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Token windows for calibration and for measuring damage, apart from each other."""
-
-    calibration: Windows | None
-    evaluation: Windows
-    description: str
-    real: bool
 
 
 def plan_conversion(
@@ -124,7 +107,7 @@ def convert(
     with OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=Path(source)) as output:
         output.check_space(plan.output_bytes)
         texts = None
-        if verify or _calibrated_step(plan) is not None:
+        if verify or calibrated_step(plan) is not None:
             texts = gather_texts(plan, [Path(p) for p in text], [Path(p) for p in eval_text])
         source_hash = SourceHash(plan.source.checkpoint).start()
         evaluation = texts.evaluation if texts and verify else None
@@ -141,93 +124,6 @@ def convert(
         journal.remove()
         output.commit()
     return report
-
-
-def _calibrated_step(plan: Plan) -> PlannedStep | None:
-    return next((step for step in plan.steps if step.op.calibrated and step.needed), None)
-
-
-def gather_texts(plan: Plan, text: Sequence[Path], eval_text: Sequence[Path]) -> Texts:
-    """Calibration and evaluation windows from the user's files, or from the embedded corpus for its example.
-
-    Raises ConverterError where a calibrated op has no text.
-    """
-    calibration, evaluation, description = _documents(plan, text, eval_text)
-    settings, spec = plan.recipe, plan.source.spec
-    if not evaluation:
-        if (step := _calibrated_step(plan)) is not None:
-            raise ConverterError(
-                f"op '{step.op.name}' is calibrated and needs text",
-                why="it fits the model to activations on text like that which the model was trained on",
-                fix="Give --text FILE (plain text, .npy or nanoGPT .bin), or take the op out of the recipe",
-            )
-        return Texts(None, _random_windows(plan), _RANDOM_TOKENS, real=False)
-
-    def cut(documents: list[Document], context: int, tokens: int) -> Windows:
-        length = min(context or _LONGEST_WINDOW, spec.context)
-        return windows(documents, length, tokens)
-
-    measured = cut(evaluation, settings.verify.context, settings.verify.tokens)
-    if measured.predictions == 0:
-        raise ConverterError("the held-out text is too short to measure anything", fix="Give a longer --eval-text")
-    fitted = cut(calibration, settings.calibration.context, settings.calibration.tokens) if calibration else None
-    return Texts(fitted, measured, f"{description}, {measured.predictions:,} predictions", real=True)
-
-
-def _documents(
-    plan: Plan, text: Sequence[Path], eval_text: Sequence[Path]
-) -> tuple[list[Document], list[Document], str]:
-    """Calibration documents, held-out documents, and where they come from."""
-    tokenizer = load_tokenizer(plan.source.checkpoint.path)
-    ids = plan.source.token_ids()
-    end_of_text = ids["bos_token_id"] if ids["bos_token_id"] is not None else ids["eos_token_id"]
-    end_of_text = end_of_text if isinstance(end_of_text, int) else None
-    vocab_size = plan.source.spec.vocab_size
-    if not text and not eval_text:
-        if not is_embedded_example(plan.source) or tokenizer is None:
-            return [], [], ""
-        budget = 8 * plan.recipe.calibration.tokens  # characters; a token of this corpus has about four
-        calibration = documents_from_strings(_sample(training_documents(), budget), tokenizer, end_of_text)
-        held_out = documents_from_strings(held_out_documents(), tokenizer, end_of_text)
-        return calibration, held_out, "held-out modules of the Python standard library"
-
-    def read(paths: Sequence[Path]) -> list[Document]:
-        return read_documents(paths, tokenizer, vocab_size=vocab_size, end_of_text=end_of_text) if paths else []
-
-    documents = read(text)
-    if eval_text:
-        if not documents and _calibrated_step(plan) is not None:
-            return [], [], ""
-        return documents, read(eval_text), ", ".join(path.name for path in eval_text)
-    calibration, evaluation = hold_out(documents)
-    return calibration, evaluation, "a held-out tenth of " + ", ".join(path.name for path in text)
-
-
-def is_embedded_example(source: SourceModel) -> bool:
-    """Whether the weights are those of `examples/tiny-gpt2`, by their hash."""
-    files = source.checkpoint.files
-    if len(files) != 1 or files[0].stat().st_size > 1 << 24:
-        return False
-    return source.checkpoint.sha256()[files[0].name] == TINY_GPT2_SHA256
-
-
-def _sample(documents: Sequence[str], characters: int) -> dict[str, str]:
-    """Documents in a fixed random order, as many as hold about this many characters."""
-    chosen: dict[str, str] = {}
-    total = 0
-    for index in np.random.default_rng(0).permutation(len(documents)).tolist():
-        if total >= characters:
-            break
-        chosen[str(index)] = documents[index]
-        total += len(documents[index])
-    return chosen
-
-
-def _random_windows(plan: Plan) -> Windows:
-    spec = plan.source.spec
-    length = min(spec.context, 256)
-    ids = np.random.default_rng(0).integers(0, spec.vocab_size, (4, length), dtype=np.int64)
-    return Windows(ids, np.full(4, length, dtype=np.int64))
 
 
 def _fingerprint(plan: Plan, texts: Texts | None, shard_size: int, verify: bool) -> dict[str, Any]:

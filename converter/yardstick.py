@@ -7,7 +7,9 @@ causal model can infer positions from its prefix.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -15,7 +17,8 @@ from converter import model
 from converter.errors import UnsupportedError
 from converter.source import SourceModel
 from converter.spec import HEAD, Positions, blocks
-from converter.text import Windows
+from converter.text import Windows, windows
+from converter.texts import source_documents
 from converter.verification import Figures, Tally, batches, predictions
 
 SHIFTS = (1, 4, 16, 64)
@@ -33,8 +36,15 @@ class Shifted:
     figures: Figures
 
 
+def measure_yardstick(path: str | Path, text: Sequence[str | Path], device: str = "cpu") -> tuple[Shifted, ...]:
+    """`yardstick` of a checkpoint folder on text files."""
+    source = SourceModel.open(path)
+    documents = source_documents(source, [Path(file) for file in text])
+    return yardstick(source, windows(documents, source.spec.context, _TOKENS), device)
+
+
 @torch.no_grad()
-def yardstick(source: SourceModel, windows: Windows, device: str = "cpu") -> tuple[Shifted, ...]:
+def yardstick(source: SourceModel, text: Windows, device: str = "cpu") -> tuple[Shifted, ...]:
     """Shifts by 1, 4, 16 and 64, as far as the context allows, with position 0 moved and with it kept.
 
     Windows are cut so that the largest shift stays within the context. Raises UnsupportedError for a
@@ -44,9 +54,9 @@ def yardstick(source: SourceModel, windows: Windows, device: str = "cpu") -> tup
     if spec.positions is not Positions.LEARNED:
         raise UnsupportedError("a model with rotary positions does not change when all of them are shifted")
     shifts = [shift for shift in SHIFTS if shift <= spec.context // 4]
-    length = min(windows.ids.shape[1], spec.context - max(shifts, default=0))
+    length = min(text.ids.shape[1], spec.context - max(shifts, default=0))
     rows = max(1, _TOKENS // length)
-    text = Windows(windows.ids[:rows, :length], windows.lengths[:rows].clip(max=length))
+    text = Windows(text.ids[:rows, :length], text.lengths[:rows].clip(max=length))
     variants = [(0, True), *((shift, kept) for shift in shifts for kept in (False, True))]
     streams = {variant: torch.empty(*text.ids.shape, spec.hidden_size) for variant in variants}
     for ref in blocks(spec):
@@ -67,10 +77,10 @@ def yardstick(source: SourceModel, windows: Windows, device: str = "cpu") -> tup
     for variant in variants[1:]:
         tally = Tally(length)
         for batch in batches(text):
-            rows_, positions, targets = predictions(text, batch)
+            place, positions, targets = predictions(text, batch)
             for part in torch.arange(len(targets)).split(_ROWS):
                 logits = [
-                    model.run_head(head, spec, streams[v][batch][rows_[part], positions[part]].to(device))
+                    model.run_head(head, spec, streams[v][batch][place[part], positions[part]].to(device))
                     for v in (variants[0], variant)
                 ]
                 tally.add(logits[0], logits[1], targets[part].to(device), positions[part])
