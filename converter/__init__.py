@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from converter.checking import Fault, check
     from converter.conversion import convert, plan_conversion
     from converter.errors import ConverterError
     from converter.inspection import Inspection, inspect
@@ -27,7 +28,9 @@ __all__ = [
     "Comparison",
     "ConversionReport",
     "ConverterError",
+    "Fault",
     "Inspection",
+    "check",
     "convert",
     "inspect",
     "plan_conversion",
@@ -38,7 +41,9 @@ _HOMES = {
     "Comparison": "verification",
     "ConversionReport": "report",
     "ConverterError": "errors",
+    "Fault": "checking",
     "Inspection": "inspection",
+    "check": "checking",
     "convert": "conversion",
     "inspect": "inspection",
     "plan_conversion": "conversion",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import click
 
 from converter import __version__
 from converter.errors import ConverterError, VerificationError
+from converter.rope.cli import rope
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +34,7 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except ConverterError as error:
             if ctx.params.get("debug"):
-                raise
+                traceback.print_exc()
             click.echo(f"converter: {error}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
@@ -67,12 +69,19 @@ def main(debug: bool) -> None:
     """
 
 
+# RoPE layouts: detect and swap, in `converter.rope.cli`.
+main.add_command(rope)
+
+
 @main.command()
 @click.argument("path", type=_FILE)
 @click.option("--mapping", is_flag=True, help="Show which tensor becomes which role.")
+@click.option("--text", multiple=True, type=_FILE, help="Also measure on text how much the model cares for positions.")
 @_as_json
-def inspect(path: Path, mapping: bool, as_json: bool) -> None:
+def inspect(path: Path, mapping: bool, text: tuple[Path, ...], as_json: bool) -> None:
     """Say what a checkpoint is, from its headers and config.
+
+    With --text it also runs the model against itself with all positions shifted.
 
     \b
     Example:
@@ -81,15 +90,53 @@ def inspect(path: Path, mapping: bool, as_json: bool) -> None:
     from converter.inspection import inspect as run
 
     found = run(path)
-    if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2))
-        return
-    from converter.report import inspection_table, mapping_table
+    facts: dict[str, Any] = found.to_dict()
+    rows = None
+    if text:
+        from dataclasses import asdict
 
-    console = _console()
-    console.print(inspection_table(found))
-    if mapping:
-        console.print(mapping_table(found))
+        from converter.yardstick import measure_yardstick
+
+        rows = measure_yardstick(path, text)
+        facts["yardstick"] = [asdict(row) for row in rows]
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    from converter.report import inspection_table, mapping_table, yardstick_table
+
+    tables = [inspection_table(found), *([mapping_table(found)] if mapping else [])]
+    _print_all(tables + ([yardstick_table(rows)] if rows is not None else []))
+
+
+@main.command()
+@click.argument("path", type=_FILE)
+@click.option("--full", is_flag=True, help="Also read every tensor: NaN, Inf, weights of zeros.")
+@_as_json
+@click.pass_context
+def check(context: click.Context, path: Path, full: bool, as_json: bool) -> None:
+    """Say everything that is wrong with a checkpoint's files, not the first fault alone.
+
+    Fails (exit code 1) where there is a fault; remarks are none.
+
+    \b
+    Example:
+      converter check examples/tiny-gpt2
+      converter check my-gpt2 --full --json
+    """
+    from converter.checking import check as run
+
+    with _progress(hidden=as_json) as progress:
+        found = run(path, full, progress=progress)
+    faults, remarks = ([each for each in found if each.remark is remark] for remark in (False, True))
+    if as_json:
+        lists = {"faults": [each.to_dict() for each in faults], "remarks": [each.to_dict() for each in remarks]}
+        click.echo(json.dumps({"path": str(path), "full": full, "sound": not faults} | lists, indent=2))
+    else:
+        for line in (*found, *dict.fromkeys(f"  to do: {each.fix}" for each in found if each.fix)):
+            click.echo(str(line))
+        looked = "files, headers and tensors" if full else "files and headers; --full reads the tensors too"
+        click.echo(f"{path}: {_count(faults, 'fault') if faults else 'sound'}, {_count(remarks, 'remark')} ({looked})")
+    context.exit(1 if faults else 0)
 
 
 @main.group()
@@ -290,6 +337,10 @@ def verify(
             f"{b} is {comparison.total.kl:.3g} nats per token from {a}, and {limit:.3g} were allowed",
             fix="If this much is meant, allow it with --max-kl",
         )
+
+
+def _count(things: Sized, name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
 
 
 class _Bars:

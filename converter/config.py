@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -36,6 +37,8 @@ _COMMON = {
     "tokenizer_class": "the tokenizer's own files say it",
     "prefix": "a pipeline default",
     "remove_invalid_values": "generation only",
+    "output_past": "what a forward returned in transformers 2, not the function",
+    "_num_labels": "classification heads only",
 }
 
 #: Generation settings that old transformers kept in config.json; generation_config.json rules.
@@ -61,6 +64,12 @@ _MUST_BE = {
     "tf_legacy_loss": False,
     "use_bfloat16": False,
 }
+
+#: Fields that name special tokens: an id, a list of ids, or null.
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+#: Kinds of RoPE that transformers computes, "default" being the plain one.
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 _TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (float, int), bool: (bool,), str: (str,), dict: (dict,)}
 
@@ -99,16 +108,23 @@ class ConfigReader:
             if default is None:
                 raise CheckpointError(f"config field '{key}' is missing", where=self.where)
             return default
-        if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind is not bool):
-            raise CheckpointError(f"config field '{key}' is {value!r}, not of type {kind.__name__}", where=self.where)
-        if kind is int and isinstance(value, int) and value < 1:
-            raise CheckpointError(f"config field '{key}' is {value}, and must be at least 1", where=self.where)
-        return kind(value)  # type: ignore[call-arg]
+        return self._checked(key, value, kind)
 
     def optional(self, key: str, kind: type[T]) -> T | None:
         """As `read`, but absent and null are None."""
         self.accounts[key] = "read"
         return None if self.config.get(key) is None else self.read(key, kind)
+
+    def _checked(self, what: str, value: Any, kind: type[T]) -> T:
+        """A value that must be of this type; a number must be finite and above 0 too."""
+        fits: bool = isinstance(value, _TYPES[kind]) and (kind is bool or not isinstance(value, bool))
+        if not fits:
+            raise CheckpointError(f"config field '{what}' is {value!r}, not of type {kind.__name__}", where=self.where)
+        if kind is int and value < 1:
+            raise CheckpointError(f"config field '{what}' is {value}, and must be at least 1", where=self.where)
+        if kind is float and not (value > 0 and math.isfinite(value)):
+            raise CheckpointError(f"config field '{what}' is {value}, and must be above 0", where=self.where)
+        return kind(value)  # type: ignore[call-arg]
 
     def one_of(self, key: str, meanings: Mapping[str, T], default: str) -> T:
         """What the value of a field means."""
@@ -135,17 +151,10 @@ class ConfigReader:
 
     def finish(self) -> dict[str, str]:
         """The accounts; an error for a field that nobody has accounted for."""
-        for key in (
-            "model_type",
-            "dtype",
-            "torch_dtype",
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-            "unk_token_id",
-        ):
+        for key in ("model_type", "dtype", "torch_dtype", "unk_token_id", *TOKEN_IDS):
             if key in self.config:
                 self.accounts[key] = "read"
+        self._check_token_ids()
         self._check_dtypes()
         unknown = [key for key in self.config if key not in self.accounts]
         if unknown:
@@ -157,6 +166,13 @@ class ConfigReader:
                 fix=did_you_mean(unknown[0], self.accounts) + " If it changes nothing, delete it from the config",
             )
         return self.accounts
+
+    def _check_token_ids(self) -> None:
+        for key in TOKEN_IDS:
+            value = self.config.get(key)
+            for token in value if isinstance(value, list) else [value]:
+                if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
+                    raise CheckpointError(f"config field '{key}' is {value!r}, not a token id", where=self.where)
 
     def _check_dtypes(self) -> None:
         new, old = (_dtype_name(self.config.get(key)) for key in ("dtype", "torch_dtype"))
@@ -179,20 +195,21 @@ class ConfigReader:
         parameters = self._rope_dict("rope_parameters")
         if parameters is not None:
             inner = parameters.pop("rope_theta", None)
+            inner = None if inner is None else self._checked("rope_parameters.rope_theta", inner, float)
             if inner is None and theta is None:
                 raise CheckpointError(
                     f"rope_parameters has no rope_theta (None), and readers would assume {default_theta}",
                     where=self.where,
                     fix="Write the theta that the model was trained with into rope_parameters",
                 )
-            if inner is not None and theta is not None and float(inner) != theta:
+            if inner is not None and theta is not None and inner != theta:
                 raise CheckpointError(
                     f"rope_theta is {theta} and rope_parameters.rope_theta is {inner}",
                     where=self.where,
                     why="old readers would take the one and new readers the other",
                     fix="Keep the theta that the model was trained with in both",
                 )
-            theta = theta if inner is None else float(inner)
+            theta = theta if inner is None else inner
             if scaling is not None and scaling != parameters:
                 raise CheckpointError(
                     f"rope_scaling is {scaling} and rope_parameters is {parameters}",
@@ -202,10 +219,30 @@ class ConfigReader:
                 )
             scaling = parameters
         partial = self._partial_rotary_factor(scaling)
-        if scaling is not None and scaling.get("rope_type", "default") == "default":
-            scaling = None
+        scaling = self._scaling(scaling) if scaling else None
         rotary_dim = int(head_dim * partial)
         return RopeSpec(theta if theta is not None else default_theta, rotary_dim, layout, scaling)
+
+    def _scaling(self, scaling: dict[str, Any]) -> dict[str, Any] | None:
+        """A scaled kind of RoPE with its facts; None for the plain one, which has none."""
+        kind = scaling.get("rope_type", "default")
+        if kind not in _ROPE_TYPES:
+            raise UnsupportedError(
+                f"rope_type is '{kind}', which no conversion knows",
+                where=self.where,
+                fix=did_you_mean(str(kind), _ROPE_TYPES),
+            )
+        if kind != "default":
+            return scaling
+        facts = ", ".join(key for key in scaling if key != "rope_type")
+        if facts:
+            raise CheckpointError(
+                f"the config scales RoPE ({facts}) and says no rope_type that does so",
+                where=self.where,
+                why="readers would take the plain RoPE and ignore the rest",
+                fix="Write the rope_type that the model was trained with",
+            )
+        return None
 
     def _partial_rotary_factor(self, scaling: dict[str, Any] | None) -> float:
         outer = self.optional("partial_rotary_factor", float)

@@ -15,11 +15,12 @@ from converter import __version__
 from converter.checkpoint import SourceHash
 from converter.errors import ConverterError, VerificationError
 from converter.figures import draw_figures
+from converter.inspection import warnings
 from converter.journal import Journal
 from converter.model import flops_per_token, run_embeddings, run_layer
 from converter.output import OutputFolder
 from converter.plan import DtypeName, Plan, make_plan
-from converter.recipe import Recipe, load_recipe
+from converter.recipe import Recipe, load_recipe, with_overrides
 from converter.report import EXACT_TOLERANCE, ConversionReport, Cost, StepReport, model_card
 from converter.source import SourceModel
 from converter.spec import ModelSpec, Positions, blocks
@@ -71,8 +72,8 @@ def plan_conversion(
                 f"family '{opened.family.name}' has no default recipe", where=opened.where, fix="Name one: --recipe"
             )
     if isinstance(recipe, str):
-        recipe = load_recipe(recipe, overrides)
-    plan = make_plan(opened, recipe, dtype)
+        recipe = load_recipe(recipe)
+    plan = make_plan(opened, with_overrides(recipe, overrides), dtype)
     opened.check_contents()
     return plan
 
@@ -102,9 +103,11 @@ def convert(
     """
     progress = progress or _Silent()
     plan = plan_conversion(source, recipe, overrides, dtype)
+    for warning in warnings(plan.source):
+        progress.say(f"Note: {warning}.")
     device = pick_device(device)
     shard_size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    with OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=Path(source)) as output:
+    with OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=plan.source.checkpoint.path) as output:
         output.check_space(plan.output_bytes)
         texts = None
         if verify or calibrated_step(plan) is not None:
@@ -119,7 +122,7 @@ def convert(
             raise _exact_op_failed(report)
         _write_metadata(plan, output.partial)
         if verify and texts is not None:
-            report = _verified(plan, report, output.partial, texts, device, progress)
+            report = _verified(plan, walk.findings, report, output.partial, texts, device, progress)
         _write_reports(plan, report, output.partial)
         journal.remove()
         output.commit()
@@ -128,7 +131,8 @@ def convert(
 
 def _fingerprint(plan: Plan, texts: Texts | None, shard_size: int, verify: bool) -> dict[str, Any]:
     """What makes two runs the same conversion."""
-    files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in plan.source.checkpoint.files}
+    stats = {file.name: file.stat() for file in plan.source.checkpoint.all_files}
+    files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
     windows = [texts.calibration, texts.evaluation] if texts else []
     digests = [hashlib.sha256(w.ids.tobytes() + w.lengths.tobytes()).hexdigest() for w in windows if w is not None]
     return {
@@ -167,7 +171,7 @@ def _report(
 ) -> ConversionReport:
     source, rope = plan.source, plan.target_spec.rope
     return ConversionReport(
-        source=source.checkpoint.path.resolve().name,
+        source=source.checkpoint.name,
         source_family=source.family.name,
         target_family=plan.target.name,
         target=target,
@@ -234,7 +238,13 @@ def _write_metadata(plan: Plan, folder: Path) -> None:
 
 
 def _verified(
-    plan: Plan, report: ConversionReport, folder: Path, texts: Texts, device: str, progress: Progress
+    plan: Plan,
+    findings: Findings,
+    report: ConversionReport,
+    folder: Path,
+    texts: Texts,
+    device: str,
+    progress: Progress,
 ) -> ConversionReport:
     """The report with what transformers' class of the source and of the written files say."""
     progress.stage("verify", 3)
@@ -242,7 +252,7 @@ def _verified(
     progress.advance(1)
     comparison = compare(*models, texts.evaluation, device)
     progress.advance(1)
-    _check_against_walk(plan, report, folder, comparison, texts.evaluation)
+    _check_against_walk(findings.comparisons[-1], comparison, folder, texts.evaluation)
     if not texts.real:
         return report
     learned = plan.source.spec.positions is Positions.LEARNED
@@ -257,15 +267,12 @@ def _verified(
     return report
 
 
-def _check_against_walk(
-    plan: Plan, report: ConversionReport, folder: Path, comparison: Comparison, evaluation: Windows
-) -> None:
+def _check_against_walk(claimed: Comparison, found: Comparison, folder: Path, evaluation: Windows) -> None:
     """The files must cost what the walk measured; otherwise name the first block where they part."""
-    claimed = report.steps[-1].comparison
-    if claimed is None or abs(comparison.total.kl - claimed.total.kl) <= 1e-5 + 0.01 * claimed.total.kl:
+    if abs(found.total.kl - claimed.total.kl) <= 1e-5 + 0.01 * claimed.total.kl:
         return
     raise VerificationError(
-        f"the written files are {comparison.total.kl:.3e} nats per token from the source, and the conversion "
+        f"the written files are {found.total.kl:.3e} nats per token from the source, and the conversion "
         f"measured {claimed.total.kl:.3e}",
         why="transformers computes something else from the files than the reference model: "
         + _parting(folder, evaluation),
@@ -294,7 +301,9 @@ def _parting(folder: Path, evaluation: Windows) -> str:
 
 
 def _write_reports(plan: Plan, report: ConversionReport, folder: Path) -> None:
-    _write_json(folder / "conversion.json", report.to_dict() | {"spec": plan.target_spec.to_dict()})
+    record = report.to_dict() | {"spec": plan.target_spec.to_dict()}
+    del record["speed"]  # this machine's; everything else is the same in every run
+    _write_json(folder / "conversion.json", record)
     if report.verification is not None:
         draw_figures(report.steps, report.verification, folder / "figures")
     (folder / "README.md").write_text(model_card(report), encoding="utf-8")

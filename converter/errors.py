@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class ConverterError(Exception):
@@ -26,7 +28,43 @@ class ConverterError(Exception):
 
 
 class CheckpointError(ConverterError):
-    """A checkpoint's files are damaged, incomplete, contradictory or unsafe to read."""
+    """A checkpoint's files are damaged, incomplete, contradictory or unsafe to read.
+
+    `tensor` names the tensor at fault, where it is one.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        tensor: str | None = None,
+        why: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(what, where=where, why=why, fix=fix)
+        self.tensor = tensor
+
+
+#: Where the rules about a checkpoint's files bring what they find: `raise_fault`, or a list's `append`.
+OnFault = Callable[[CheckpointError], None]
+
+
+def raise_fault(fault: CheckpointError) -> None:
+    """Stop at the first fault."""
+    raise fault
+
+
+@contextmanager
+def reporting(on_fault: OnFault, path: Path) -> Iterator[None]:
+    """Bring a fault that is raised inside to `on_fault`, and what the system says about reading `path`."""
+    try:
+        yield
+    except CheckpointError as fault:
+        on_fault(fault)
+    except OSError as error:
+        what = f"the file cannot be read: {error.strerror or error}"
+        on_fault(CheckpointError(what, where=str(error.filename or path)))
 
 
 class UnsupportedError(ConverterError):
@@ -43,8 +81,15 @@ class VerificationError(ConverterError):
     exit_code = 1
 
 
+#: Known words that a message lists at most.
+_LISTED = 12
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A sentence that names the nearest known words, for use as `fix`."""
+    """A sentence that names the nearest known word, or some of them, for use as `fix`."""
     words = sorted(known)
     near = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
-    return f"Did you mean '{near[0]}'?" if near else f"Known: {', '.join(words)}."
+    if near:
+        return f"Did you mean '{near[0]}'?"
+    more = f" and {len(words) - _LISTED} more" if len(words) > _LISTED else ""
+    return f"Known: {', '.join(words[:_LISTED])}{more}."

@@ -7,8 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from converter.config import TOKEN_IDS
+from converter.errors import CheckpointError
 from converter.source import Dropped, SourceModel
 from converter.spec import ModelSpec, Positions
+from converter.tokenizer import vocabulary_size
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class MappingRow:
 class Inspection:
     """The facts of a checkpoint."""
 
+    #: What was opened: a folder, or the file that holds everything.
     path: Path
     family: str
     spec: ModelSpec
@@ -59,12 +63,12 @@ class Inspection:
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Describe a checkpoint folder; raises a ConverterError for whatever is wrong with it."""
+    """Describe a checkpoint, by path or Hub id; raises a ConverterError for whatever is wrong with it."""
     source = SourceModel.open(path)
     infos = source.checkpoint.tensors
     dtypes = Counter(info.dtype for info in infos.values())
     return Inspection(
-        path=source.checkpoint.path,
+        path=source.checkpoint.opened,
         family=source.family.name,
         spec=source.spec,
         dtypes=dict(dtypes),
@@ -73,7 +77,7 @@ def inspect(path: str | Path) -> Inspection:
         mapping=tuple(_mapping_rows(source)),
         dropped=tuple(source.dropped),
         config_accounts=source.config_accounts,
-        warnings=tuple(_warnings(source, dict(dtypes))),
+        warnings=tuple(warnings(source)),
     )
 
 
@@ -96,8 +100,9 @@ def _mapping_rows(source: SourceModel) -> list[MappingRow]:
     return rows
 
 
-def _warnings(source: SourceModel, dtypes: dict[str, int]) -> list[str]:
-    """What looks wrong but does not stop a conversion."""
+def warnings(source: SourceModel) -> list[str]:
+    """What a user should know, but what does not stop a conversion."""
+    dtypes = Counter(info.dtype for info in source.checkpoint.tensors.values())
     spec, config = source.spec, source.checkpoint.config
     found = []
     stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
@@ -118,9 +123,21 @@ def _warnings(source: SourceModel, dtypes: dict[str, int]) -> list[str]:
         found.append(f"the MLP is gated by its matrices, yet its ratio {ratio:.2f} is that of a plain one")
     if not spec.gated_mlp and ratio < 3:
         found.append(f"the MLP is plain by its matrices, yet its ratio {ratio:.2f} is that of a gated one")
-    ids = source.token_ids()
-    for key, value in ids.items():
-        values = value if isinstance(value, list) else [value]
-        if any(each is not None and not 0 <= each < spec.vocab_size for each in values):
-            found.append(f"{key} = {value} is outside the vocabulary of {spec.vocab_size}")
-    return found
+    for key in TOKEN_IDS:
+        if (account := source.config_accounts.get(key, "read")) != "read":
+            found.append(f"{key} = {account}, so it is none")
+    return found + _vocabulary_warnings(source)
+
+
+def _vocabulary_warnings(source: SourceModel) -> list[str]:
+    """What the tokenizer says about the rows of the embeddings, and what the family has to say."""
+    rows, found, tokens = source.spec.vocab_size, [], None
+    try:
+        tokens = vocabulary_size(source.checkpoint.path)
+    except CheckpointError as error:
+        found.append(str(error))
+    if tokens is not None and tokens < rows:
+        found.append(f"the embeddings have {rows} rows and the tokenizer {tokens} ids: all rows are kept, padding too")
+    if tokens is not None and tokens > rows:
+        found.append(f"the embeddings have {rows} rows and the tokenizer {tokens} ids: text can give ids without a row")
+    return found + source.family.remarks(source.checkpoint.config, tokens)

@@ -90,6 +90,31 @@ class Transposed(Direct):
         return "transposed"
 
 
+@dataclass(frozen=True)
+class Shared:
+    """One tensor that several roles read, as GPT-J's one norm for attention and MLP."""
+
+    name: str
+    roles: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors * len(self.roles)
+
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        assert all(tensor is tensors[0] or tensor.equal(tensors[0]) for tensor in tensors), f"{self.roles} differ"
+        return tensors[:1]
+
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
+        return (roles[self.roles[0]],)
+
+    def __str__(self) -> str:
+        return "read twice"
+
+
 class FusedLayout(str, Enum):
     """How q, k and v rows lie in one fused tensor; all of these have the same shape.
 

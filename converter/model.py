@@ -96,9 +96,13 @@ def window_mask(length: int, window: int, device: torch.device) -> Tensor:
 
 def run_mlp(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
     """The MLP on normed states."""
+    return _linear(roles, "down", run_neurons(roles, spec, states))
+
+
+def run_neurons(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
+    """What `down` reads, (..., intermediate_size), on normed states."""
     up = _linear(roles, "up", states)
-    hidden = activate(spec.activation, _linear(roles, "gate", states)) * up if spec.gated_mlp else None
-    return _linear(roles, "down", activate(spec.activation, up) if hidden is None else hidden)
+    return activate(spec.activation, _linear(roles, "gate", states)) * up if spec.gated_mlp else activate(spec.activation, up)
 
 
 def activate(activation: Activation, x: Tensor) -> Tensor:

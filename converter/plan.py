@@ -78,16 +78,7 @@ class Plan:
 
     def named(self, ref: BlockRef, block: Block) -> dict[str, torch.Tensor]:
         """The tensors of a converted block by the target's names; roles that only the target has are zeros."""
-        for role, shape in block_shapes(self.target_spec, ref).items():
-            if role not in block:
-                block = Block({**block, role: torch.zeros(shape, dtype=getattr(torch, self.dtype))})
-        named: dict[str, torch.Tensor] = {}
-        for mapping in self.target.mappings(self.target_spec, ref):
-            if ref.kind == "head" and self.target_spec.tied_head and mapping.names == (self.target.embedding,):
-                continue
-            tensors = mapping.to_names(*(block[role] for role in mapping.roles))
-            named.update({self.target.full_name(name): t for name, t in zip(mapping.names, tensors, strict=True)})
-        return named
+        return self.target.write_block(self.target_spec, ref, block)
 
 
 def make_plan(source: SourceModel, recipe: Recipe, dtype: DtypeName | None = None) -> Plan:
@@ -95,9 +86,10 @@ def make_plan(source: SourceModel, recipe: Recipe, dtype: DtypeName | None = Non
 
     `dtype` is that of the result; None keeps the source's.
     """
-    if recipe.source != source.family.name:
+    if source.family.name not in recipe.sources:
+        sources = " or ".join(f"a '{name}'" for name in recipe.sources)
         raise RecipeError(
-            f"recipe '{recipe.name}' converts a '{recipe.source}', and this checkpoint is a '{source.family.name}'",
+            f"recipe '{recipe.name}' converts {sources}, and this checkpoint is a '{source.family.name}'",
             where=source.where,
             fix=f"Its own recipe is '{source.family.default_recipe}'" if source.family.default_recipe else None,
         )

@@ -2,7 +2,7 @@
 
     name: gpt2-to-llama
     description: ...
-    source: gpt2
+    source: gpt2            # or several: [gpt2, nanogpt]
     target: llama
     steps:
       - untie_head
@@ -25,6 +25,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from converter.errors import RecipeError, did_you_mean
+from converter.families import TargetFamily, families
 from converter.ops import Op, ops
 
 
@@ -35,6 +36,9 @@ class VerifySettings:
     tokens: int = 32768
     context: int = 0
 
+    def __post_init__(self) -> None:
+        _check_windows(self.tokens, self.context)
+
 
 @dataclass(frozen=True)
 class CalibrationSettings:
@@ -43,13 +47,22 @@ class CalibrationSettings:
     tokens: int = 65536
     context: int = 0
 
+    def __post_init__(self) -> None:
+        _check_windows(self.tokens, self.context)
+
+
+def _check_windows(tokens: int, context: int) -> None:
+    if tokens < 2 or context == 1:
+        raise ValueError("must be at least 2, to leave a token to predict")
+
 
 @dataclass(frozen=True)
 class Recipe:
     """An ordered list of ops with their parameters."""
 
     name: str
-    source: str
+    #: The families that it converts.
+    sources: tuple[str, ...]
     target: str
     steps: tuple[Op, ...]
     description: str = ""
@@ -68,7 +81,7 @@ class Recipe:
         facts: dict[str, Any] = {"name": self.name}
         if self.description:
             facts["description"] = self.description
-        facts |= {"source": self.source, "target": self.target}
+        facts |= {"source": self.sources[0] if len(self.sources) == 1 else list(self.sources), "target": self.target}
         facts["steps"] = [{step.name: _parameters(step)} if _parameters(step) else step.name for step in self.steps]
         facts["calibration"] = dataclasses.asdict(self.calibration)
         facts["verify"] = dataclasses.asdict(self.verify)
@@ -128,17 +141,26 @@ def parse_recipe(text: str, where: str, overrides: Iterable[str] = ()) -> Recipe
     nodes = reader.sequence(top["steps"][1], "steps")
     recipe = Recipe(
         name=reader.value(top["name"][1], str, "name"),
-        source=reader.value(top["source"][1], str, "source"),
-        target=reader.value(top["target"][1], str, "target"),
+        sources=reader.some_of(top["source"][1], set(families()), "source"),
+        target=reader.one_of(top["target"][1], _targets(), "target"),
         description=reader.value(top["description"][1], str, "description") if "description" in top else "",
         steps=tuple(reader.step(node) for node in nodes),
         places=tuple(reader.place(node) for node in nodes),
         verify=reader.settings(top.get("verify"), VerifySettings, "verify"),
         calibration=reader.settings(top.get("calibration"), CalibrationSettings, "calibration"),
     )
+    return with_overrides(recipe, overrides)
+
+
+def with_overrides(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
+    """A recipe with `step.param=value` applied, one after the other."""
     for override in overrides:
         recipe = _override(recipe, override)
     return recipe
+
+
+def _targets() -> set[str]:
+    return {name for name, family in families().items() if isinstance(family, TargetFamily)}
 
 
 def _override(recipe: Recipe, override: str) -> Recipe:
@@ -148,7 +170,10 @@ def _override(recipe: Recipe, override: str) -> Recipe:
     step_name, dot, parameter = target.strip().partition(".")
     if not equals or not dot:
         raise RecipeError("an override has the form step.param=value", where=where)
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"'{text}' is not a value", where=where, why=getattr(error, "problem", None)) from error
     reader = _Reader(where, lines=False)
     sections = ("verify", "calibration")
     if step_name in sections:
@@ -232,20 +257,42 @@ class _Reader:
         """A copy of a dataclass with fields from nodes, each checked against its annotation."""
         hints = typing.get_type_hints(type(instance))
         known = {field.name for field in dataclasses.fields(typing.cast(Any, instance))}
-        changes = {}
         for name, node in values.items():
             if name not in known:
                 fix = did_you_mean(name, known) if known else f"{what} has no parameters"
                 raise self.error(node, f"unknown parameter '{name}' of {what}", fix)
-            changes[name] = self.value(node, hints[name], f"{what}.{name}")
-        return typing.cast(S, dataclasses.replace(typing.cast(Any, instance), **changes))
+            value = self.value(node, hints[name], f"{what}.{name}")
+            try:
+                instance = typing.cast(S, dataclasses.replace(typing.cast(Any, instance), **{name: value}))
+            except ValueError as error:  # the dataclass knows its own ranges
+                raise self.error(node, f"{what}.{name} is {value!r}, and {error}") from error
+        return instance
+
+    def some_of(self, node: yaml.Node, known: set[str], what: str) -> tuple[str, ...]:
+        """One name that is known, or a list of them."""
+        nodes = self.sequence(node, what) if isinstance(node, yaml.SequenceNode) else [node]
+        if not nodes:
+            raise self.error(node, f"{what} names no family")
+        names: list[str] = []
+        for each in nodes:
+            names.append(self.one_of(each, known, what))
+            if names[-1] in names[:-1]:
+                raise self.error(each, f"'{names[-1]}' stands twice in {what}")
+        return tuple(names)
+
+    def one_of(self, node: yaml.Node, known: set[str], what: str) -> str:
+        """A name that is known."""
+        name: str = self.value(node, str, what)
+        if name not in known:
+            raise self.error(node, f"there is no {what} family '{name}'", did_you_mean(name, known))
+        return name
 
     def value(self, node: Node, kind: Any, what: str) -> Any:
         """A scalar of the annotated type: bool, int, float, str or a Literal of some of them."""
-        value = yaml.SafeLoader("").construct_object(node, deep=True) if node is not None else None
+        value = self.plain(node, what)
         if get_origin(kind) is Literal:
             choices = get_args(kind)
-            if value not in choices or isinstance(value, bool) is not isinstance(choices[0], bool):
+            if not any(type(value) is type(choice) and value == choice for choice in choices):
                 listed = ", ".join(map(str, choices))
                 raise self.error(node, f"{what} is {value!r}, and must be one of: {listed}", _near(value, choices))
             return value
@@ -262,6 +309,14 @@ class _Reader:
         if kind is int and value < 0:
             raise self.error(node, f"{what} is {value}, and must not be negative")
         return value
+
+    def plain(self, node: Node, what: str) -> Any:
+        """What YAML makes of a node; nothing for no node."""
+        try:
+            return None if node is None else yaml.SafeLoader("").construct_object(node, deep=True)
+        except (yaml.YAMLError, ValueError) as error:  # a foreign tag, a 13th month
+            why = getattr(error, "problem", None) or str(error)
+            raise self.error(node, f"the value of {what} cannot be read ({why})") from error
 
 
 def _near(value: object, choices: tuple[Any, ...]) -> str | None:

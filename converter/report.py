@@ -7,17 +7,19 @@ import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from converter.inspection import Inspection
-from converter.plan import Plan
 from converter.source import Dropped
 from converter.spec import LINEARS
-from converter.verification import Comparison, Figures
-from converter.yardstick import Shifted
+
+if TYPE_CHECKING:  # `inspect` prints its tables without torch
+    from converter.inspection import Inspection
+    from converter.plan import Plan
+    from converter.verification import Comparison, Figures
+    from converter.yardstick import Shifted
 
 #: Largest relative logit difference that an exact op may make, in fp32.
 EXACT_TOLERANCE = 1e-5
@@ -241,7 +243,7 @@ def inspection_table(found: Inspection) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     for each in found.warnings:
-        table.add_row("[yellow]looks wrong", each)
+        table.add_row("[yellow]note", each)
     return table
 
 

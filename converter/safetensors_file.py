@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from converter.errors import CheckpointError
+from converter.errors import CheckpointError, OnFault, raise_fault, reporting
+from converter.json_text import parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -88,12 +89,17 @@ def build_header(tensors: Mapping[str, Layout], metadata: Mapping[str, str]) -> 
 
 
 class SafetensorsFile:
-    """One file, its header checked on opening: every byte of data belongs to exactly one tensor."""
+    """One file, its header checked on opening: every byte of data belongs to exactly one tensor.
 
-    def __init__(self, path: Path) -> None:
+    `layout` has the tensors that can be read, `names` all that the header has.
+    """
+
+    def __init__(self, path: Path, on_fault: OnFault = raise_fault) -> None:
         self.path = path
+        self.names: list[str] = []
         self.layout: dict[str, Layout] = {}
         self._starts: dict[str, int] = {}
+        self._on_fault = on_fault
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -119,6 +125,10 @@ class SafetensorsFile:
         tensor: torch.Tensor = data.view(getattr(torch, dtype)).reshape(shape)
         return tensor
 
+    def span(self, name: str) -> tuple[int, int]:
+        """Where in the file a tensor's data starts, and its size."""
+        return self._starts[name], num_bytes(*self.layout[name])
+
     def chunks(self, name: str) -> Iterator[bytes]:
         """The tensor's bytes in order, some megabytes at a time."""
         left = num_bytes(*self.layout[name])
@@ -133,8 +143,8 @@ class SafetensorsFile:
 
     def _parse(self, text: bytes) -> dict[str, Any]:
         try:
-            entries = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            entries = parse_json(text, lambda name: self._on_fault(self._damaged("The header has it twice", name)))
+        except ValueError as error:
             raise self._damaged("Its header is not JSON") from error
         if not isinstance(entries, dict):
             raise self._damaged("Its header is not a JSON object")
@@ -143,37 +153,60 @@ class SafetensorsFile:
 
     def _place(self, entries: dict[str, Any], *, data_start: int, data_size: int) -> None:
         """Check each entry, and that the entries tile the data from first byte to last."""
+        self.names = list(entries)
         spans = []
         for name, entry in entries.items():
-            match entry:
-                case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
-                    pass
-                case _:
-                    raise self._damaged("Its header entry is malformed", name)
-            if code not in _NAMES:
-                raise CheckpointError(f"tensor '{name}' has the unknown dtype {code}", where=str(self.path))
-            if not all(type(size) is int and size >= 0 for size in shape):
-                raise self._damaged(f"Its shape is {shape}", name)
-            layout = (tuple(shape), _NAMES[code])
-            if end - start != num_bytes(*layout):
-                raise self._damaged(f"Shape {shape} of {code} does not fill its {end - start} bytes", name)
-            self.layout[name] = layout
-            self._starts[name] = data_start + start
-            spans.append((start, end, name))
-        expected = 0
-        for start, end, name in sorted(spans):
-            if start != expected:
-                raise self._damaged(f"Its data starts at byte {start} where byte {expected} is next", name)
-            expected = end
+            with reporting(self._on_fault, self.path):
+                start, end = self._span(name, entry)
+                spans.append((start, end, name))
+                layout = self._layout(name, entry)
+                if end - start != num_bytes(*layout):
+                    code, shape = entry["dtype"], entry["shape"]
+                    raise self._damaged(f"Shape {shape} of {code} does not fill its {end - start} bytes", name)
+                if end <= data_size:
+                    self.layout[name] = layout
+                    self._starts[name] = data_start + start
+        self._check_tiling(sorted(spans), data_size, complete=len(spans) == len(entries))
+
+    def _span(self, name: str, entry: Any) -> tuple[int, int]:
+        match entry:
+            case {"dtype": str(), "shape": [*_], "data_offsets": [int(start), int(end)]} if 0 <= start <= end:
+                return start, end
+        raise self._damaged("Its header entry is malformed", name)
+
+    def _layout(self, name: str, entry: dict[str, Any]) -> Layout:
+        code, shape = entry["dtype"], entry["shape"]
+        if code not in _NAMES:
+            raise CheckpointError(f"tensor '{name}' has the unknown dtype {code}", where=str(self.path), tensor=name)
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise self._damaged(f"Its shape is {shape}", name)
+        return tuple(shape), _NAMES[code]
+
+    def _check_tiling(self, spans: list[tuple[int, int, str]], data_size: int, *, complete: bool) -> None:
+        """Spans in order leave no gap, do not overlap and end with the file; not `complete`, they may have gaps."""
+        expected, before = 0, ""
+        for start, end, name in spans:
+            if start < expected or (start > expected and complete):
+                relation = f"it overlaps '{before}'" if start < expected else "the bytes between are no tensor's"
+                why = f"Its data starts at byte {start} where byte {expected} is next: {relation}"
+                self._on_fault(self._damaged(why, name))
+            if end > expected:
+                expected, before = end, name
         if expected > data_size:
-            raise CheckpointError(
-                f"the file is truncated: its header promises {expected} bytes of tensors and {data_size} are there",
-                where=str(self.path),
-                fix="Download or copy it again.",
+            cut = next(name for _, end, name in spans if end > data_size)
+            self._on_fault(
+                CheckpointError(
+                    f"the file is truncated: its header promises {expected} bytes of tensors and {data_size} are there",
+                    where=str(self.path),
+                    tensor=cut,
+                    why=f"The first tensor that is not whole is '{cut}'.",
+                    fix="Download or copy it again.",
+                )
             )
-        if expected < data_size:
-            raise self._damaged(f"{data_size - expected} bytes follow the last tensor")
+        if expected < data_size and complete:
+            self._on_fault(self._damaged(f"{data_size - expected} bytes follow the last tensor"))
 
     def _damaged(self, why: str, name: str | None = None) -> CheckpointError:
         what = f"tensor '{name}' is damaged" if name is not None else "this is not a sound safetensors file"
-        return CheckpointError(what, where=str(self.path), why=why + ".", fix="Download or copy the file again.")
+        fix = "Download or copy the file again."
+        return CheckpointError(what, where=str(self.path), tensor=name, why=why + ".", fix=fix)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converter.checkpoint import Checkpoint
-from converter.config import ConfigReader
-from converter.errors import CheckpointError, UnsupportedError, did_you_mean
+from converter.config import TOKEN_IDS, ConfigReader
+from converter.errors import CheckpointError, OnFault, UnsupportedError, did_you_mean, raise_fault
 from converter.families import Family, find_family
+from converter.hub import local_path
 from converter.spec import BlockRef, ModelSpec, block_shapes, blocks
 
 if TYPE_CHECKING:
@@ -35,25 +36,27 @@ class Dropped:
 
 
 class SourceModel:
-    """An opened checkpoint of a known family."""
+    """An opened checkpoint of a known family; what its config and its tensors contradict goes to `on_fault`."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, on_fault: OnFault = raise_fault) -> None:
         self.checkpoint = checkpoint
-        self.where = str(checkpoint.path / "config.json")
+        self.where = str(checkpoint.config_file)
+        self._on_fault = on_fault
         self.family: Family = find_family(checkpoint.config, self.where)
         self.names = self._bare_names()
-        self.dropped: list[Dropped] = []
+        self.dropped: list[Dropped] = [Dropped(name, reason) for name, reason in checkpoint.left_out.items()]
         config = ConfigReader(checkpoint.config, self.where)
         self.spec: ModelSpec = self.family.read_spec(config, self._decide_tie(config))
         self.config_accounts: dict[str, str] = config.finish()
+        self._account_for_token_ids()
         #: Bare tensor name -> the roles it holds, as "layers.0.q.weight".
         self.used: dict[str, list[str]] = {}
         self._account_for_tensors()
 
     @classmethod
     def open(cls, path: str | Path) -> SourceModel:
-        """Open a checkpoint folder; raises a ConverterError for whatever is wrong with it."""
-        return cls(Checkpoint.open(path))
+        """Open a checkpoint, by path or Hub id; raises a ConverterError for whatever is wrong with it."""
+        return cls(Checkpoint.open(local_path(path)))
 
     @property
     def dtype(self) -> str:
@@ -70,15 +73,28 @@ class SourceModel:
         return sum(math.prod(self.checkpoint.tensors[self.names[name]].shape) for name in self.used)
 
     def token_ids(self) -> dict[str, Any]:
-        """bos, eos and pad as the source means them: its config, its generation config, its class's defaults."""
+        """bos, eos and pad as the source means them: its config, its generation config, its class's defaults.
+
+        An id without an embedding is none: a GPT-2 of a small vocabulary still names 50256, and a LLaMA
+        that pads with such a token does not load.
+        """
         generation = self.checkpoint.generation_config or {}
         ids = {}
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for key in TOKEN_IDS:
             default = generation.get(key, self.family.default_token_ids.get(key))
-            if isinstance(default, int) and not 0 <= default < self.spec.vocab_size:
-                default = None
-            ids[key] = self.checkpoint.config.get(key, default)
+            value = self.checkpoint.config.get(key, default)
+            listed = [token for token in (value if isinstance(value, list) else [value]) if self._has_embedding(token)]
+            ids[key] = (listed or None) if isinstance(value, list) else next(iter(listed), None)
         return ids
+
+    def _has_embedding(self, token: object) -> bool:
+        return isinstance(token, int) and 0 <= token < self.spec.vocab_size
+
+    def _account_for_token_ids(self) -> None:
+        for key, kept in self.token_ids().items():
+            stated = self.checkpoint.config.get(key)
+            if stated is not None and stated != kept:
+                self.config_accounts[key] = f"{stated} has no embedding in a vocabulary of {self.spec.vocab_size}"
 
     def read_block(self, block: BlockRef, dtype: torch.dtype, device: torch.device | str = "cpu") -> Block:
         """The roles of a block, checked to be finite, in the working dtype."""
@@ -91,20 +107,19 @@ class SourceModel:
         return roles
 
     def _read(self, bare: str) -> torch.Tensor:
-        import torch
+        from converter.weights import count_non_finite
 
         tensor = self.checkpoint.read(self.names[bare])
-        if not tensor.is_floating_point():
+        if not (tensor.is_floating_point() and tensor.itemsize > 1):
             raise CheckpointError(
                 f"tensor '{self.names[bare]}' is of type {str(tensor.dtype).removeprefix('torch.')}",
                 where=str(self.checkpoint.tensors[self.names[bare]].file),
-                why="weights are floating-point numbers; integers here mean a quantised or damaged checkpoint",
+                why="weights have 16 bits or more of floating point; others mean a quantised or damaged checkpoint",
             )
-        low, high = torch.aminmax(tensor)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            kind = "NaN" if torch.isnan(low) else "Inf"
+        nans, infinities = count_non_finite(tensor)
+        if nans or infinities:
             raise CheckpointError(
-                f"tensor '{self.names[bare]}' contains {kind}",
+                f"tensor '{self.names[bare]}' contains {'NaN' if nans else 'Inf'}",
                 where=str(self.checkpoint.tensors[self.names[bare]].file),
                 why="a model with such a weight computes nothing",
                 fix="Take a checkpoint from before training diverged",
@@ -128,11 +143,14 @@ class SourceModel:
         for name in self.checkpoint.tensors:
             bare = self.family.bare_name(name)
             if bare in names:
-                raise CheckpointError(
-                    f"'{names[bare]}' and '{name}' are one and the same tensor",
-                    where=str(self.checkpoint.path),
-                    why=f"the prefix '{self.family.prefix}' is optional, so which of the two is meant is not known",
-                    fix="Keep one of them",
+                self._on_fault(
+                    CheckpointError(
+                        f"'{names[bare]}' and '{name}' are one and the same tensor",
+                        where=str(self.checkpoint.path),
+                        tensor=name,
+                        why=f"the prefix '{self.family.prefix}' is optional, so which of the two is meant is not known",
+                        fix="Keep one of them",
+                    )
                 )
             names[bare] = name
         return names
@@ -182,18 +200,21 @@ class SourceModel:
 
     def _refuse_missing(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         missing = [name for name in expected if name not in self.names]
-        if missing:
-            raise CheckpointError(
-                f"tensor '{missing[0]}' is missing"
-                + (f" (and {len(missing) - 1} more, up to '{missing[-1]}')" if missing[1:] else ""),
-                where=str(self.checkpoint.path),
-                why=f"a {self.family.name} of this config has it",
-                fix=did_you_mean(missing[0], self.names),
+        for name in missing:
+            more = (
+                f" (and {len(missing) - 1} more, up to '{missing[-1]}')" if missing[1:] and name == missing[0] else ""
+            )
+            self._on_fault(
+                CheckpointError(
+                    f"tensor '{name}' is missing{more}",
+                    where=str(self.checkpoint.path),
+                    tensor=name,
+                    why=f"a {self.family.name} of this config has it",
+                    fix=did_you_mean(name, self.names),
+                )
             )
         for bare, shape in expected.items():
-            info = self.checkpoint.tensors[self.names[bare]]
-            if info.shape != shape:
-                raise CheckpointError(
-                    f"tensor '{info.name}' has shape {list(info.shape)}, and the config means {list(shape)}",
-                    where=str(info.file),
-                )
+            info = self.checkpoint.tensors[self.names[bare]] if bare in self.names else None
+            if info is not None and info.shape != shape:
+                what = f"tensor '{info.name}' has shape {list(info.shape)}, and the config means {list(shape)}"
+                self._on_fault(CheckpointError(what, where=str(info.file), tensor=info.name))

@@ -41,6 +41,13 @@ class Activation(str, Enum):
     SILU = "silu"
 
 
+class QKNorm(str, Enum):
+    """The width over which q and k are normalised, before they are rotated."""
+
+    PER_HEAD = "per_head"  # one gain of head_dim for all heads: Qwen3
+    FULL = "full"  # one gain for all rows: OLMo 2
+
+
 class Positions(str, Enum):
     """How the model knows the order of tokens."""
 
@@ -53,22 +60,29 @@ class RopeSpec:
     """Rotary positions: base `theta`, `rotary_dim` rotated rows a head, pairing `layout`.
 
     `scaling` holds Hugging Face's `rope_parameters` beyond theta, `rope_type` included, for context
-    extension (llama3, yarn, linear, ...); `None` is plain RoPE.
+    extension (llama3, yarn, linear, ...); `None` is plain RoPE. `skipped_layers` do not rotate.
     """
 
     theta: float
     rotary_dim: int
     layout: RopeLayout = RopeLayout.HALF_SPLIT
     scaling: Mapping[str, Any] | None = None
+    skipped_layers: tuple[int, ...] = ()
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer rotates its q and k."""
+        return layer not in self.skipped_layers
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A decoder-only transformer, described.
 
-    `biases` names the linears that carry one (`q k v o gate up down`); `norm_bias` and
+    `biases` names the linears that carry one (`q k v o gate up down`, and `head`); `norm_bias` and
     `final_norm_bias` say it for the norms. `attention_scales` holds the factor on q.k of each layer.
-    A plain MLP is `down(activation(up(x)))`; a gated one `down(activation(gate(x)) * up(x))`.
+    A plain MLP is `down(activation(up(x)))`; a gated one `down(activation(gate(x)) * up(x))`. With a
+    `parallel_residual` attention and MLP both read the layer's input, each through its own norm. A
+    token sees the last `sliding_window` tokens, itself included, or all.
     """
 
     vocab_size: int
@@ -92,6 +106,9 @@ class ModelSpec:
     final_norm_bias: bool = False
     biases: frozenset[str] = field(default_factory=frozenset)
     rope: RopeSpec | None = None
+    qk_norm: QKNorm | None = None
+    parallel_residual: bool = False
+    sliding_window: int | None = None
 
     def replace(self, **changes: Any) -> ModelSpec:
         """A copy with some facts changed."""
@@ -156,7 +173,8 @@ def block_shapes(spec: ModelSpec, block: BlockRef) -> dict[str, tuple[int, ...]]
         return shapes
     if block.kind == "head":
         shapes = _norm_shapes("final_norm", hidden, spec.final_norm_bias) if spec.final_norm else {}
-        return {**shapes, "head.weight": (spec.vocab_size, hidden)}
+        bias = {"head.bias": (spec.vocab_size,)} if "head" in spec.biases else {}
+        return {**shapes, "head.weight": (spec.vocab_size, hidden), **bias}
     linears = {
         "q": (spec.query_size, hidden),
         "k": (spec.key_value_size, hidden),
@@ -173,6 +191,10 @@ def block_shapes(spec: ModelSpec, block: BlockRef) -> dict[str, tuple[int, ...]]
         shapes[f"{linear}.weight"] = shape
         if linear in spec.biases:
             shapes[f"{linear}.bias"] = shape[:1]
+    if spec.qk_norm is not None:
+        full = spec.qk_norm is QKNorm.FULL
+        shapes["q_norm.weight"] = (spec.query_size if full else spec.head_dim,)
+        shapes["k_norm.weight"] = (spec.key_value_size if full else spec.head_dim,)
     return shapes
 
 

@@ -26,7 +26,7 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 
 #: Files that hold a vocabulary. A folder with none of them, and no `tokenizer_config.json`, has no tokenizer.
-_VOCABULARY_FILES = (TOKENIZER_FILE, "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+VOCABULARY_FILES = (TOKENIZER_FILE, "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 
 #: The class that takes `tokenizer.json` as it is. Read from `transformers` by name, to import it late.
 _PLAIN_CLASS = "PreTrainedTokenizerFast"
@@ -80,7 +80,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     Raises `CheckpointError` for a damaged tokenizer, `UnsupportedError` for one that has no fast form or
     whose class is code of the folder's own.
     """
-    present = {name for name in (*_VOCABULARY_FILES, CONFIG_FILE) if (folder / name).is_file()}
+    present = {name for name in (*VOCABULARY_FILES, CONFIG_FILE) if (folder / name).is_file()}
     if not present:
         return None
     config = _read_json(folder / CONFIG_FILE)
@@ -135,6 +135,22 @@ def write_tokenizer(source: Path, target: Path) -> list[str]:
     text = json.dumps(_tokenizer_config(tokenizer), indent=2, ensure_ascii=False, sort_keys=True)
     (target / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     return [TOKENIZER_FILE, CONFIG_FILE]
+
+
+def vocabulary_size(folder: Path) -> int | None:
+    """How many ids the tokenizer in `folder` knows, by its JSON files alone; None where they do not say it.
+
+    Raises `CheckpointError` for a damaged file.
+    """
+    pipeline = _read_json(folder / TOKENIZER_FILE)
+    model = pipeline.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else _read_json(folder / "vocab.json")
+    if not vocabulary or not isinstance(vocabulary, (dict, list)):
+        return None
+    ids = list(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
+    ids += [token.get("id") for token in pipeline.get("added_tokens") or []]
+    ids += _read_json(folder / "added_tokens.json").values()
+    return max((each for each in ids if isinstance(each, int)), default=-1) + 1
 
 
 def same_ids(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> None:

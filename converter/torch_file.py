@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from converter.errors import CheckpointError
+from converter.errors import CheckpointError, OnFault, raise_fault
 from converter.safetensors_file import Layout, is_known_dtype
 
 if TYPE_CHECKING:
@@ -34,19 +34,31 @@ _CHUNK = 16 << 20
 
 
 class TorchFile:
-    """One `.bin` file: a dict of tensors, or a dict that holds one under a single `NESTING_KEYS` key.
+    """One file of `torch.save`: a dict of tensors, or a dict that holds one under a single `NESTING_KEYS` key.
 
-    The zip format (torch 1.6 and later) is mapped, and read a tensor at a time. The older one has no
-    random access: such a file stays in memory while this object lives.
+    With `entry` the tensors are under that key of a larger dict, and `beside` has its other keys, with their
+    values where those are plain (numbers, text, lists and dicts of them) and None otherwise.
+
+    `layout` has the tensors that can be read, `names` all of them. The zip format (torch 1.6 and later) is
+    mapped, and read a tensor at a time. The older one has no random access: such a file stays in memory
+    while this object lives.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_fault: OnFault = raise_fault, *, entry: str | None = None) -> None:
         self.path = path
+        self._entry = entry
         with path.open("rb") as file:
             self._mapped = file.read(4) == b"PK\x03\x04"
-        self._state: dict[str, torch.Tensor] = {}
         self._handed_out: dict[int, int] = {}  # address of a storage: bytes
-        self._load()
+        loaded = self._load()
+        self.beside = {
+            key: value if _is_plain(value) else None
+            for key, value in (loaded.items() if entry is not None and isinstance(loaded, dict) else ())
+            if isinstance(key, str) and key != entry
+        }
+        state = self._find_state(loaded)
+        self.names = list(state)
+        self._state = {name: tensor.detach() for name, tensor in state.items() if self._check(name, tensor, on_fault)}
         self.layout: dict[str, Layout] = {
             name: (tuple(tensor.shape), _dtype_name(tensor)) for name, tensor in self._state.items()
         }
@@ -57,7 +69,7 @@ class TorchFile:
             return self._state[name].clone()
         address = self._state[name].untyped_storage().data_ptr()
         if address in self._handed_out or sum(self._handed_out.values()) > _REMAP_AFTER:
-            self._load()
+            self._remap()
             address = self._state[name].untyped_storage().data_ptr()
         tensor = self._state[name]
         self._handed_out[address] = tensor.nbytes
@@ -71,31 +83,41 @@ class TorchFile:
         for start in range(0, len(data), _CHUNK):
             yield data[start : start + _CHUNK].tobytes()
 
-    def _load(self) -> None:
-        import torch
-
+    def _remap(self) -> None:
         self._state.clear()  # the old mapping goes before the new one comes
         self._handed_out.clear()
+        state = self._find_state(self._load())
+        self._state = {name: state[name].detach() for name in self.layout}
+
+    def _load(self) -> Any:
+        import torch
+
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns of pickle protocols that it then refuses
-                loaded = torch.load(self.path, map_location="cpu", weights_only=True, mmap=self._mapped)
+                return torch.load(self.path, map_location="cpu", weights_only=True, mmap=self._mapped)
         except Exception as error:  # a damaged file makes the unpickler fail in any way
             raise self._refusal(error) from error
-        self._state = {name: tensor.detach() for name, tensor in self._tensors(loaded).items()}
 
-    def _tensors(self, loaded: Any) -> dict[str, torch.Tensor]:
+    def _find_state(self, loaded: Any) -> dict[str, torch.Tensor]:
         """The dict of tensors, or an error that names what else is there."""
         import torch
 
-        if isinstance(loaded, dict) and len(loaded) == 1:
+        if isinstance(loaded, dict) and self._entry is not None:
+            if self._entry not in loaded:
+                raise CheckpointError(
+                    f"the file has no entry '{self._entry}'",
+                    where=str(self.path),
+                    why=f"Its entries are {_first([repr(key) for key in loaded], 8) or 'none'}",
+                )
+            loaded = loaded[self._entry]
+        elif isinstance(loaded, dict) and len(loaded) == 1:
             ((key, value),) = loaded.items()
             if key in NESTING_KEYS and isinstance(value, dict):
                 loaded = value
         if not isinstance(loaded, dict):
-            raise CheckpointError(
-                f"the file holds a {type(loaded).__name__}, not a dict of tensors", where=str(self.path), fix=_RESAVE
-            )
+            what = f"the file holds a {type(loaded).__name__}, not a dict of tensors"
+            raise CheckpointError(what, where=str(self.path), fix=self._resave)
         others = [
             f"{key!r} ({type(value).__name__})"
             for key, value in loaded.items()
@@ -103,17 +125,26 @@ class TorchFile:
         ]
         if others:
             raise CheckpointError(
-                f"the file holds more than named tensors: {_first(others)}", where=str(self.path), fix=_RESAVE
+                f"the file holds more than named tensors: {_first(others)}", where=str(self.path), fix=self._resave
             )
-        for name, tensor in loaded.items():
-            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-            if not plain or tensor.is_quantized or not is_known_dtype(_dtype_name(tensor)):
-                raise CheckpointError(
-                    f"tensor '{name}' is not plain: {type(tensor).__name__}, {tensor.layout}, {tensor.dtype}",
-                    where=str(self.path),
-                    fix="Consolidate, densify or dequantise the checkpoint first.",
-                )
         return loaded
+
+    def _check(self, name: str, tensor: torch.Tensor, on_fault: OnFault) -> bool:
+        """Whether a tensor is plain numbers in memory."""
+        import torch
+
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if plain and not tensor.is_quantized and is_known_dtype(_dtype_name(tensor)):
+            return True
+        on_fault(
+            CheckpointError(
+                f"tensor '{name}' is not plain: {type(tensor).__name__}, {tensor.layout}, {tensor.dtype}",
+                where=str(self.path),
+                tensor=name,
+                fix="Consolidate, densify or dequantise the checkpoint first.",
+            )
+        )
+        return False
 
     def _refusal(self, error: Exception) -> CheckpointError:
         """Unsafe, with the globals named, or damaged, with torch's own words."""
@@ -126,7 +157,7 @@ class TorchFile:
                 f"the pickle needs {_first(unsafe)}, and loading that could run code",
                 where=str(self.path),
                 why="Only tensors are read from a pickle",
-                fix="This is sharded training state: consolidate first." if sharded else _RESAVE,
+                fix="This is sharded training state: consolidate first." if sharded else self._resave,
             )
         return CheckpointError(
             "the file is damaged, or torch.save did not write it",
@@ -135,8 +166,18 @@ class TorchFile:
             fix="Download or copy it again.",
         )
 
+    @property
+    def _resave(self) -> str:
+        saved = "model.state_dict()" if self._entry is None else f"{{'{self._entry}': model.state_dict(), ...}}"
+        return f"Where you trust the file, load it and save its tensors alone: torch.save({saved}, ...)."
 
-_RESAVE = "Where you trust the file, load it and save its tensors alone: torch.save(model.state_dict(), ...)."
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float))
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
+from converter.families import Family, TargetFamily, get_family
+from converter.hub import local_path
 from converter.source import SourceModel
+from converter.spec import blocks
 from converter.text import Windows, read_documents, windows
 from converter.tokenizer import load_tokenizer, same_ids
 
@@ -102,8 +105,8 @@ class Tally:
             ]
         )
         self.sums.index_add_(1, positions.cpu(), rows.cpu())
-        self.max_difference = max(self.max_difference, float((source - other).abs().max()))
-        self.max_logit = max(self.max_logit, float(source.abs().max()))
+        self.max_difference = larger(self.max_difference, (source - other).abs().max())
+        self.max_logit = larger(self.max_logit, source.abs().max())
 
     def comparison(self) -> Comparison:
         """What was added up."""
@@ -120,6 +123,11 @@ class Tally:
         kl, source_loss, loss, agreement = (sums[1:] / count).tolist()
         last = first + int(used.max()) if len(used) else end - 1
         return Figures(first, last, int(count), kl, source_loss, loss, agreement)
+
+
+def larger(a: float, b: Tensor) -> float:
+    """The larger of two numbers, and NaN where one of them is: `max` would lose it, and a gate would pass."""
+    return float(torch.maximum(torch.tensor(a, dtype=torch.float64), b.double().cpu()))
 
 
 def predictions(windows: Windows, batch: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,29 +180,57 @@ def load_transformers(source: SourceModel) -> PreTrainedModel:
     """A checkpoint as transformers' own class in fp32, by clean names and strictly: nothing stays random.
 
     transformers itself would silently leave weights random whose names carry a wrapper such as
-    `module.` or `_orig_mod.`.
+    `module.` or `_orig_mod.`. A family that it has no class for runs as its stand-in.
     """
-    import transformers
-
     quiet_transformers()
-    cls = getattr(transformers, source.family.model_class)
-    try:
-        config = cls.config_class.from_pretrained(source.checkpoint.path, local_files_only=True)
-    except Exception as error:
-        raise CheckpointError("transformers refuses this config", where=source.where, why=str(error)) from error
+    if source.family.stand_in is None:
+        family, config, state = _as_stored(source)
+    else:
+        family, config, state = _as_stand_in(source, source.family.stand_in)
     config.tie_word_embeddings = source.spec.tied_head
-    model: PreTrainedModel = cls(config).float()
-    state = {source.family.full_name(bare): source.checkpoint.read(source.names[bare]).float() for bare in source.used}
+    model: PreTrainedModel = _class_of(family)(config).float()
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
-    tied = {source.family.full_name(source.family.head)} if source.spec.tied_head else set()
+    tied = {family.full_name(family.head)} if source.spec.tied_head else set()
     if set(missing) - tied or unexpected:
         raise CheckpointError(
-            f"transformers' {source.family.model_class} has other tensors than our mapping",
-            where=str(source.checkpoint.path),
+            f"transformers' {family.model_class} has other tensors than our mapping",
+            where=str(source.checkpoint.opened),
             why=f"missing: {sorted(set(missing) - tied)}, unexpected: {sorted(unexpected)}",
         )
     return model.eval()
+
+
+def _as_stored(source: SourceModel) -> tuple[Family, Any, dict[str, Tensor]]:
+    """The config as transformers itself reads it, and the tensors under their own names."""
+    family, checkpoint = source.family, source.checkpoint
+    try:
+        config = _class_of(family).config_class.from_pretrained(checkpoint.path, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError("transformers refuses this config", where=source.where, why=str(error)) from error
+    for key, token in source.token_ids().items():
+        setattr(config, key, token)
+    state = {family.full_name(bare): checkpoint.read(source.names[bare]).float() for bare in source.used}
+    return family, config, state
+
+
+def _as_stand_in(source: SourceModel, name: str) -> tuple[Family, Any, dict[str, Tensor]]:
+    """Config and tensors as another family writes them."""
+    family = get_family(name)
+    assert isinstance(family, TargetFamily), f"{source.family.name}'s stand-in {name} cannot be written"
+    spec = family.accept(source.spec)
+    config = _class_of(family).config_class.from_dict(family.write_config(spec) | source.token_ids())
+    state: dict[str, Tensor] = {}
+    for ref in blocks(source.spec):
+        state |= family.write_block(spec, ref, source.read_block(ref, torch.float32))
+    return family, config, state
+
+
+def _class_of(family: Family) -> Any:
+    import transformers
+
+    assert family.model_class is not None, f"{family.name} has neither a model_class nor a stand_in"
+    return getattr(transformers, family.model_class)
 
 
 def load_plain(path: Path) -> PreTrainedModel:
@@ -221,17 +257,17 @@ def verify(
     context: int = 0,
     device: str = "auto",
 ) -> Comparison:
-    """How far checkpoint `b` is from checkpoint `a` on text, by position bucket.
+    """How far checkpoint `b` is from checkpoint `a` on text, by position bucket; each a path or a Hub id.
 
     At most `tokens` tokens, spread over the text, in windows of `context` (0: as long as both models
     allow, up to 2048). Raises a ConverterError where the two cannot be compared.
     """
     device = pick_device(device)
-    folders = [Path(a), Path(b)]
-    tokenizers = [load_tokenizer(folder) for folder in folders]
+    paths = [local_path(a), local_path(b)]
+    tokenizers = [load_tokenizer(path if path.is_dir() else path.parent) for path in paths]
     if tokenizers[0] is not None and tokenizers[1] is not None:
         same_ids(tokenizers[0], tokenizers[1])
-    models = [load_any(folder) for folder in folders]
+    models = [load_any(path) for path in paths]
     config = models[0].config
     longest = min(2048, *(model.config.max_position_embeddings for model in models))
     if context > longest:

@@ -23,7 +23,7 @@ from converter.source import Dropped
 from converter.spec import BlockRef, Norm, block_shapes, blocks
 from converter.streams import StreamCalibration, Streams, Variant
 from converter.text import Windows
-from converter.verification import Comparison, Tally, batches, predictions
+from converter.verification import Comparison, Tally, batches, larger, predictions
 
 #: Predictions whose logits are computed at once; at a vocabulary of 50257 about 100 MB a model.
 _ROWS = 512
@@ -97,8 +97,10 @@ class Walk:
     def __iter__(self) -> Iterator[tuple[BlockRef, dict[str, Tensor]]]:
         """Converted blocks under the target's tensor names, in the order of depth, from the first unfinished one."""
         for ref in list(blocks(self.plan.source.spec))[self._finished :]:
-            yield ref, self.plan.named(ref, self._convert(ref))
+            tensors = self.plan.named(ref, self._convert(ref))
             self._finished += 1
+            yield ref, tensors
+            del tensors  # one block in memory
 
     def finished_names(self) -> list[str]:
         """Target names of the tensors of all finished blocks."""
@@ -108,7 +110,7 @@ class Walk:
         return [full for full in dict.fromkeys(map(target.full_name, names)) if full in self.plan.tensors]
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What another walk needs in order to go on after the blocks that are finished."""
+        """What another walk needs in order to go on after the block that was handed out last."""
         streams = {name: tensor for kind, each in self._streams() for name, tensor in each.save(kind).items()}
         return {"finished": self._finished, "findings": self.findings.to_dict()}, streams
 
@@ -204,6 +206,6 @@ class Walk:
                     for p, variant in variants.items()
                 }
                 tally.add(logits[0], logits[prefix], targets[part].to(self.device), positions[part])
-                largest_change = max(largest_change, float((logits[prefix] - logits[prefix - 1]).abs().max()))
+                largest_change = larger(largest_change, (logits[prefix] - logits[prefix - 1]).abs().max())
         findings.comparisons.append(tally.comparison())
         findings.changes.append(largest_change / max(tally.max_logit, 1e-300))

@@ -215,7 +215,7 @@ def test_a_collision_after_stripping_names_both(folder: Path) -> None:
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    assert_says(refusal(tmp_path / "absent"), tmp_path / "absent", "no such folder")
+    assert_says(refusal(tmp_path / "absent"), tmp_path / "absent", "no such file or folder")
 
 
 def test_a_file_instead_of_the_folder(folder: Path) -> None:

@@ -13,12 +13,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from converter.config import ConfigReader
 from converter.errors import CheckpointError, UnsupportedError, did_you_mean
 from converter.mapping import Drop, TensorMapping
-from converter.spec import BlockRef, ModelSpec
+from converter.spec import BlockRef, ModelSpec, block_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Family(ABC):
@@ -40,8 +43,10 @@ class Family(ABC):
     default_token_ids: ClassVar[Mapping[str, int | None]] = {}
     #: The recipe that `convert` takes when none is named.
     default_recipe: ClassVar[str | None] = None
-    #: transformers' class that runs this family.
-    model_class: ClassVar[str]
+    #: transformers' class that runs this family. A family without one is run by that of its stand-in.
+    model_class: ClassVar[str | None] = None
+    #: The target family whose class runs this one, its tensors written under that family's names.
+    stand_in: ClassVar[str | None] = None
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Whether a config is of this family."""
@@ -54,6 +59,10 @@ class Family(ABC):
     @abstractmethod
     def mappings(self, spec: ModelSpec, block: BlockRef) -> list[TensorMapping]:
         """Which tensors, by names without the prefix, hold the roles of a block."""
+
+    def remarks(self, config: Mapping[str, Any], tokens: int | None) -> list[str]:
+        """What a user should know about a checkpoint of this config, whose tokenizer has so many tokens."""
+        return []
 
     def bare_name(self, name: str) -> str:
         """A tensor's name without the family's prefix."""
@@ -77,6 +86,22 @@ class TargetFamily(Family):
     @abstractmethod
     def write_config(self, spec: ModelSpec) -> dict[str, Any]:
         """The architecture's part of `config.json`; token ids and dtype are added by the caller."""
+
+    def write_block(self, spec: ModelSpec, block: BlockRef, roles: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a block by their full names, zeros for the roles that only this family has.
+
+        `spec` is one that `accept` gave. Works on meta tensors.
+        """
+        shapes = block_shapes(spec, block)
+        some = next(iter(roles.values()))
+        filled = {role: roles[role] if role in roles else some.new_zeros(shape) for role, shape in shapes.items()}
+        named: dict[str, Tensor] = {}
+        for mapping in self.mappings(spec, block):
+            if block.kind == "head" and spec.tied_head and mapping.names == (self.embedding,):
+                continue
+            tensors = mapping.to_names(*(filled[role] for role in mapping.roles))
+            named.update({self.full_name(name): t for name, t in zip(mapping.names, tensors, strict=True)})
+        return named
 
 
 F = TypeVar("F", bound=type[Family])

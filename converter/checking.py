@@ -1,0 +1,112 @@
+"""Every fault of a checkpoint, not the first alone; with `full` also what is inside its tensors.
+
+The rules are those of opening: `Checkpoint.open` and `SourceModel` bring what they find to a list here, where
+they otherwise stop at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converter.checkpoint import Checkpoint, TensorInfo
+from converter.errors import CheckpointError, UnsupportedError, reporting
+from converter.hub import local_path
+from converter.source import SourceModel
+
+if TYPE_CHECKING:
+    from converter.conversion import Progress
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong in a checkpoint: in which file, with which tensor, what, and what to do.
+
+    A `remark` is worth knowing and does not make the checkpoint unsound.
+    """
+
+    file: Path
+    tensor: str | None
+    what: str
+    fix: str | None = None
+    remark: bool = False
+
+    @classmethod
+    def of(cls, error: CheckpointError, *, remark: bool = False) -> Fault:
+        """From what a rule has found."""
+        what = ". ".join(part.rstrip(".") for part in (error.what, error.why) if part)
+        return cls(Path(error.where or ""), error.tensor, what, error.fix, remark)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "file": str(self.file)}
+
+    def __str__(self) -> str:
+        return f"{'remark' if self.remark else 'fault'}: {self.file}: {self.what}"
+
+
+def check(path: str | Path, full: bool = False, *, progress: Progress | None = None) -> tuple[Fault, ...]:
+    """Every fault and remark of a checkpoint, by path or Hub id; there is no fault in a sound one.
+
+    By the headers: damaged, missing and left-over data, an index and shards that disagree, pieces of
+    training state, unsafe pickles, and a config that is broken or means other tensors. With `full` every
+    tensor is read, one at a time: NaN and Inf, and weights of zeros. Raises `CheckpointError` where there is
+    no such path.
+    """
+    found: list[CheckpointError] = []
+    checkpoint = Checkpoint.open(local_path(path), found.append)
+    faults = [Fault.of(error) for error in found] or list(_against_config(checkpoint))
+    if full:
+        if progress:
+            progress.stage("check", checkpoint.total_bytes)
+        for info in checkpoint.tensors.values():
+            faults += _look_inside(checkpoint, info)
+            if progress:
+                progress.advance(info.nbytes)
+    return tuple(faults)
+
+
+def _against_config(checkpoint: Checkpoint) -> Iterator[Fault]:
+    """Whether the tensors are those that the config means, where we know its family."""
+    found: list[CheckpointError] = []
+    unknown: UnsupportedError | None = None
+    with reporting(found.append, checkpoint.path):
+        try:
+            SourceModel(checkpoint, found.append)
+        except UnsupportedError as error:
+            unknown = error
+    yield from map(Fault.of, found)
+    if unknown is not None and not found:
+        what = f"the files were checked by themselves, not against the config: {unknown.what}"
+        yield Fault(checkpoint.config_file, None, what, remark=True)
+
+
+def _look_inside(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Fault]:
+    from converter.weights import count_dead_rows, count_non_finite
+
+    tensor = checkpoint.read(info.name)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return
+    nans, infinities = count_non_finite(tensor)
+    if nans or infinities:
+        counts = " and ".join(f"{count} {kind}" for count, kind in ((nans, "NaN"), (infinities, "Inf")) if count)
+        what = f"tensor '{info.name}' contains {counts} among {tensor.numel()} numbers"
+        fix = "Take a checkpoint from before training diverged."
+        yield Fault(info.file, info.name, what, fix)
+    if tensor.ndim != 2:
+        return
+    rows, dead = tensor.shape[0], count_dead_rows(tensor)
+    if dead == rows and not _has_bias(checkpoint, info):
+        what = f"tensor '{info.name}' is zero throughout: it was never filled, or its bytes were lost"
+        yield Fault(info.file, info.name, what, "Download or copy the file again.")
+    elif dead:
+        what = f"tensor '{info.name}' has {dead} of {rows} rows that are zero throughout"
+        yield Fault(info.file, info.name, what, remark=True)
+
+
+def _has_bias(checkpoint: Checkpoint, info: TensorInfo) -> bool:
+    """Whether a linear still computes something without its weight: a bias that is not zero."""
+    bias = checkpoint.tensors.get(info.name.removesuffix("weight") + "bias")
+    return bias is not None and bool(checkpoint.read(bias.name).any())
