@@ -21,8 +21,14 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
-slow: setup
-	$(BIN)/python -m pytest -m slow
+# Minutes: a second virtual environment with transformers 4.57, real checkpoints, figures.
+slow: setup $(VENV)-old/.ready
+	CONVERTER_OLD_PYTHON=$(VENV)-old/bin/python $(BIN)/python -m pytest -m slow
+
+$(VENV)-old/.ready:
+	$(PYTHON) -m venv $(VENV)-old
+	$(VENV)-old/bin/pip install --quiet torch==2.13.0 'transformers==4.57.*'
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -30,4 +36,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) demo-output build *.egg-info
+	rm -rf $(VENV) $(VENV)-old demo-output build *.egg-info

@@ -1,0 +1,77 @@
+"""The op `swap_rope_layout`, in fp64 on the reference model: exact, its own inverse, and not done where not needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from models import Converted, gpt2, random_ids, relative, save
+
+from converter.errors import UnsupportedError
+from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
+from converter.ops.swap_rope_layout import SwapRopeLayout
+from converter.ops.untie_head import UntieHead
+from converter.recipe import parse_recipe
+from converter.source import SourceModel
+from converter.spec import RopeLayout
+from test_rope_families import GPTJ, LLAMA_LIKE, NEOX, make
+
+MODELS = {
+    "llama": ("Llama", LLAMA_LIKE | {"attention_bias": True}),
+    "qwen3": ("Qwen3", LLAMA_LIKE),
+    "gpt_neox": ("GPTNeoX", NEOX | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "gptj": ("GPTJ", GPTJ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_exact_and_its_own_inverse(case: str, tmp_path: Path):
+    source = SourceModel.open(save(make(*MODELS[case]), tmp_path / "model"))
+    ids = random_ids()
+    before = Converted(source).logits(ids)
+    assert source.spec.rope is not None
+    native = source.spec.rope.layout
+    to = "interleaved" if native is RopeLayout.HALF_SPLIT else "half_split"
+    swapped = Converted(source).after(SwapRopeLayout(to=to))
+    assert swapped.spec.rope is not None
+    assert swapped.spec.rope.layout is RopeLayout(to)
+    assert relative(swapped.logits(ids), before) <= 1e-12
+    swapped.spec = swapped.spec.replace(rope=source.spec.rope)
+    assert relative(swapped.logits(ids), before) > 1e-2
+    back = Converted(source).after(SwapRopeLayout(to=to), SwapRopeLayout(to=native.value))
+    for ref, block in Converted(source).blocks.items():
+        assert all(torch.equal(tensor, back.blocks[ref][role]) for role, tensor in block.items())
+
+
+def test_layers_without_rope_keep_their_rows(tmp_path: Path):
+    source = SourceModel.open(save(make("Llama", LLAMA_LIKE), tmp_path / "model"))
+    assert source.spec.rope is not None
+    source.spec = source.spec.replace(rope=dataclasses.replace(source.spec.rope, skipped_layers=(1,)))
+    ids = random_ids()
+    swapped = Converted(source).after(SwapRopeLayout(to="interleaved"))
+    assert relative(swapped.logits(ids), Converted(source).logits(ids)) <= 1e-12
+    for ref, block in Converted(source).blocks.items():
+        same = all(torch.equal(tensor, swapped.blocks[ref][role]) for role, tensor in block.items())
+        assert same is (str(ref) != "layers.0")
+
+
+def test_learned_positions_become_rope_of_either_layout(tmp_path: Path):
+    source = SourceModel.open(save(gpt2(), tmp_path / "model"))
+    ids = random_ids()
+    split, inter = (
+        Converted(source).after(UntieHead(), LearnedPositionsToRope(layout=layout))
+        for layout in ("half_split", "interleaved")
+    )
+    assert relative(split.after(SwapRopeLayout(to="interleaved")).logits(ids), inter.logits(ids)) > 1e-3
+    same = Converted(source).after(UntieHead(), LearnedPositionsToRope(layout="interleaved"))
+    assert relative(same.after(SwapRopeLayout()).logits(ids), inter.logits(ids)) <= 1e-12
+
+
+def test_a_model_without_rope_is_refused_and_recipes_know_the_op(tmp_path: Path):
+    source = SourceModel.open(save(gpt2(), tmp_path / "model"))
+    with pytest.raises(UnsupportedError, match="no RoPE"):
+        SwapRopeLayout().change(source.spec)
+    text = "name: r\nsource: llama\ntarget: llama\nsteps:\n  - swap_rope_layout: {to: interleaved}\n"
+    assert parse_recipe(text, "r").steps == (SwapRopeLayout(to="interleaved"),)

@@ -1,0 +1,139 @@
+"""The walk: streams of every op prefix, damage by op, drift, and going on after a kill."""
+
+import dataclasses
+
+import models
+import numpy as np
+import pytest
+import torch
+
+from converter.conversion import plan_conversion
+from converter.ops import Block, Notes
+from converter.report import StepReport, unexplained_drift
+from converter.text import Windows
+from converter.verification import Tally, batches, predictions
+from converter.walk import Walk
+
+RECIPE = "gpt2-to-llama-naive"
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return plan_conversion(models.save(models.gpt2(), tmp_path / "source"), RECIPE)
+
+
+def random_windows(vocab, count=3, length=48, short=20):
+    ids = np.random.default_rng(1).integers(0, vocab, (count, length))
+    lengths = np.full(count, length)
+    lengths[-1] = short
+    return Windows(ids, lengths)
+
+
+def logits(plan, windows, prefix):
+    """An independent conversion by the first ops only, run block by block with no streams at all."""
+    steps = plan.steps[:prefix]
+
+    def read(ref):
+        block = plan.source.read_block(ref, torch.float32)
+        for step in steps:
+            block = step.op.apply(block, step.before, ref, Notes(ref), None)
+        return Block({role: tensor.float() for role, tensor in block.items()})
+
+    return models.run(read, steps[-1].after if steps else plan.source.spec, torch.from_numpy(windows.ids))
+
+
+def test_damage_of_every_prefix_equals_an_independent_conversion_by_that_prefix(plan):
+    windows = random_windows(plan.source.spec.vocab_size)
+    walk = Walk(plan, evaluation=windows)
+    list(walk)
+    source = logits(plan, windows, 0)
+    rows, positions, targets = predictions(windows, slice(0, len(windows.ids)))
+    for prefix in range(1, len(plan.steps) + 1):
+        tally = Tally(windows.ids.shape[1])
+        other = logits(plan, windows, prefix)
+        tally.add(source[rows, positions], other[rows, positions], targets, positions)
+        expected, found = tally.comparison(), walk.findings.comparisons[prefix - 1]
+        assert found.total.kl == pytest.approx(expected.total.kl, abs=1e-6)
+        assert found.total.loss == pytest.approx(expected.total.loss, abs=1e-6)
+        assert [b.kl for b in found.buckets] == pytest.approx([b.kl for b in expected.buckets], abs=1e-6)
+    assert walk.findings.comparisons[-1].total.kl > 0.01, "the lossy ops must show"
+
+
+def test_a_walk_restored_after_any_block_ends_with_the_same_tensors_and_findings(plan):
+    windows = random_windows(plan.source.spec.vocab_size)
+    whole = Walk(plan, evaluation=windows)
+    expected = [(ref, {name: tensor.clone() for name, tensor in tensors.items()}) for ref, tensors in whole]
+    for stop in range(1, len(expected) + 1):
+        first = Walk(plan, evaluation=windows)
+        iterator = iter(first)
+        for _ in range(stop):
+            next(iterator)
+        state, streams = first.state()
+        second = Walk(plan, evaluation=windows)
+        second.restore(state, {name: tensor.clone() for name, tensor in streams.items()})
+        assert state["finished"] == stop
+        for (ref, tensors), (other_ref, others) in zip(expected[stop:], second, strict=True):
+            assert ref == other_ref
+            assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+        assert second.findings.to_dict() == whole.findings.to_dict()
+
+
+def test_streams_are_shared_until_an_op_changes_something(plan):
+    walk = Walk(plan, evaluation=random_windows(plan.source.spec.vocab_size))
+    next(iter(walk))
+    states = walk._evaluation.states
+    names = [step.op.name for step in plan.steps]
+    centred = names.index("layernorm_to_rmsnorm") + 1
+    assert states[centred - 1] is states[0]
+    assert states[centred] is not states[0]
+
+
+def test_padding_is_never_measured(plan):
+    windows = random_windows(plan.source.spec.vocab_size)
+    other = Windows(windows.ids.copy(), windows.lengths)
+    other.ids[-1, windows.lengths[-1] :] = 1
+    found = []
+    for each in (windows, other):
+        walk = Walk(plan, evaluation=each)
+        list(walk)
+        found.append(walk.findings.to_dict())
+    assert found[0] == found[1]
+
+
+def test_a_broken_exact_op_is_named_with_the_first_block_that_drifts(plan):
+    broken = plan.steps[2]
+    assert broken.op.name == "layernorm_to_rmsnorm"
+
+    class Broken(type(broken.op)):
+        def apply(self, block, spec, ref, notes, calibration):
+            block = super().apply(block, spec, ref, notes, calibration)
+            return block.but(v_weight=block["v.weight"] * 1.5) if ref.index == 1 and ref.kind == "layer" else block
+
+    steps = list(plan.steps)
+    steps[2] = dataclasses.replace(broken, op=Broken())
+    walk = Walk(dataclasses.replace(plan, steps=tuple(steps)), evaluation=random_windows(plan.source.spec.vocab_size))
+    list(walk)
+    reports = [
+        StepReport(
+            step.op.name,
+            {},
+            step.exact,
+            step.needed,
+            (),
+            {},
+            tuple(walk.findings.drifts[i]),
+            tuple(walk.findings.own_errors[i]),
+        )
+        for i, step in enumerate(steps)
+    ]
+    sentence = unexplained_drift(reports)
+    assert sentence is not None
+    assert "layernorm_to_rmsnorm" in sentence
+    assert "layers.1" in sentence
+    assert walk.findings.changes[2] > 1e-5
+
+
+def test_batches_cover_all_windows_once():
+    windows = Windows(np.zeros((7, 1500), dtype=np.int64), np.full(7, 1500))
+    covered = [row for batch in batches(windows) for row in range(batch.start, batch.stop)]
+    assert covered == list(range(7))
