@@ -23,10 +23,14 @@ class LearnedPositionsToRope(Op):
     """Fold the mean position into the embeddings, clear the k bias, rotate q and k."""
 
     theta: float = 10000.0
-    layout: Literal["half_split"] = "half_split"
+    layout: Literal["half_split", "interleaved"] = "half_split"
 
     name = "learned_positions_to_rope"
     summary = "fold the mean position into the embeddings and rotate q and k"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.theta) and self.theta > 1):
+            raise ValueError("must be a number above 1")
 
     def exact(self, spec: ModelSpec) -> bool:
         return False
@@ -40,7 +44,6 @@ class LearnedPositionsToRope(Op):
             "the head is tied to the embeddings, which are to take the mean position",
             "Put untie_head before it",
         )
-        require(math.isfinite(self.theta) and self.theta > 1, self.name, f"theta must be above 1, and is {self.theta}")
         rope = RopeSpec(theta=self.theta, rotary_dim=spec.head_dim, layout=RopeLayout(self.layout))
         return spec.replace(positions=Positions.ROPE, rope=rope)
 

@@ -1,0 +1,174 @@
+"""Train small RoPE models, and calibrate and test the layout detection on them.
+
+    python benchmarks/rope_detect.py train ZOO [--minutes 25]    one file of q, k and facts a model
+    python benchmarks/rope_detect.py features ZOO                what detection sees in each
+    python benchmarks/rope_detect.py evaluate ZOO                error rates on variants, right and mis-permuted
+
+The models are trained from scratch on the Python standard library, byte by byte, by the reference model; weights stay
+outside the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from converter import model
+from converter.corpus import training_documents
+from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions, RopeLayout, RopeSpec, block_shapes, blocks
+
+LENGTH = 128
+BATCH = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One model of the zoo."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    theta: float
+    layout: str
+    rotary: int = 0  # 0: all of head_dim
+    split: str = "calibrate"  # or "test": never looked at while calibrating
+    steps: int = 500
+
+    def spec(self) -> ModelSpec:
+        """Its architecture: a byte-level LLaMA."""
+        return ModelSpec(
+            vocab_size=256,
+            hidden_size=self.hidden,
+            intermediate_size=self.hidden * 2,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            context=LENGTH,
+            norm=Norm.RMSNORM,
+            norm_eps=1e-5,
+            activation=Activation.SILU,
+            gated_mlp=True,
+            positions=Positions.ROPE,
+            attention_scales=(self.head_dim**-0.5,) * self.layers,
+            tied_head=True,
+            rope=RopeSpec(self.theta, self.rotary or self.head_dim, RopeLayout(self.layout)),
+        )
+
+
+ZOO = (
+    Shape("a0", 128, 3, 8, 2, 16, 1e4, "half_split"),
+    Shape("a1", 128, 3, 4, 2, 32, 1e4, "interleaved"),
+    Shape("a2", 96, 4, 6, 2, 32, 5e5, "half_split"),
+    Shape("a3", 128, 2, 4, 1, 64, 1e4, "interleaved"),
+    Shape("a4", 96, 3, 9, 3, 16, 1e5, "interleaved"),
+    Shape("a5", 160, 2, 8, 8, 32, 1e6, "half_split"),
+    Shape("a6", 64, 4, 4, 4, 32, 1e4, "half_split"),
+    Shape("a7", 128, 2, 2, 2, 64, 5e5, "interleaved"),
+    Shape("a8", 128, 3, 8, 4, 32, 1e4, "half_split", rotary=16),
+    Shape("a9", 96, 3, 4, 4, 32, 1e4, "interleaved", rotary=16),
+    Shape("a10", 64, 3, 6, 3, 24, 1e4, "interleaved"),
+    Shape("a11", 128, 2, 6, 2, 48, 1e5, "half_split"),
+    Shape("a12", 96, 3, 4, 2, 64, 1e6, "half_split"),
+    Shape("t0", 128, 3, 6, 2, 32, 1e4, "half_split", split="test"),
+    Shape("t1", 112, 3, 8, 2, 32, 5e5, "interleaved", split="test"),
+    Shape("t2", 96, 2, 4, 2, 64, 1e4, "half_split", split="test"),
+    Shape("t3", 128, 3, 8, 4, 16, 1e4, "interleaved", split="test"),
+    Shape("t4", 96, 4, 4, 4, 32, 1e4, "half_split", rotary=16, split="test"),
+    Shape("t5", 128, 2, 9, 3, 32, 1e5, "interleaved", split="test"),
+)
+
+
+def bytes_of_corpus() -> torch.Tensor:
+    """The standard library as one stream of bytes."""
+    text = "\n\n".join(training_documents()).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def train(shape: Shape, corpus: torch.Tensor, seed: int) -> tuple[dict[str, torch.Tensor], float]:
+    """Roles by "block.role" and the mean loss of the last steps, nats per byte."""
+    spec = shape.spec()
+    generator = torch.Generator().manual_seed(seed)
+    parameters: dict[BlockRef, dict[str, torch.Tensor]] = {}
+    for ref in blocks(spec):
+        roles = {}
+        for role, size in block_shapes(spec, ref).items():
+            if "norm" in role:
+                tensor = torch.ones(size)
+            else:
+                tensor = torch.randn(size, generator=generator) * (
+                    0.02 if ref.kind != "layer" else size[-1] ** -0.5 / 2
+                )
+            roles[role] = tensor.requires_grad_()
+        parameters[ref] = roles
+    refs = list(parameters)
+    parameters[refs[-1]]["head.weight"] = parameters[refs[0]]["embed.weight"]
+    flat = list({id(t): t for roles in parameters.values() for t in roles.values()}.values())
+    optimizer = torch.optim.AdamW(flat, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    losses = []
+    for step in range(shape.steps):
+        rate = min(1.0, (step + 1) / 50) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / shape.steps)))
+        for group in optimizer.param_groups:
+            group["lr"] = 4e-3 * rate
+        starts = torch.randint(0, len(corpus) - LENGTH - 1, (BATCH,), generator=generator)
+        ids = torch.stack([corpus[s : s + LENGTH + 1] for s in starts.tolist()]).long()
+        states = model.run_embeddings(parameters[refs[0]], spec, ids[:, :-1])
+        for ref in refs[1:-1]:
+            states = model.run_layer(parameters[ref], spec, ref.index, states)
+        logits = model.run_head(parameters[refs[-1]], spec, states)
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(flat, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    named = {f"{ref}.{role}": t.detach().clone() for ref, roles in parameters.items() for role, t in roles.items()}
+    return named, sum(losses[-20:]) / 20
+
+
+def train_zoo(folder: Path, minutes: float, only: list[str]) -> None:
+    """Train what is not there yet, as long as the time lasts."""
+    torch.set_num_threads(1)
+    corpus = bytes_of_corpus()
+    begin = time.monotonic()
+    for index, shape in enumerate(ZOO):
+        path = folder / f"{shape.name}.pt"
+        if path.exists() or (only and shape.name not in only):
+            continue
+        if time.monotonic() - begin > minutes * 60:
+            print("out of time")
+            return
+        start = time.process_time()
+        roles, loss = train(shape, corpus, seed=index)
+        torch.save({"roles": roles, "shape": dataclasses.asdict(shape), "loss": loss}, path)
+        print(
+            json.dumps({"name": shape.name, "loss": round(loss, 3), "cpu_s": round(time.process_time() - start, 1)}),
+            flush=True,
+        )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=["train", "features", "evaluate"])
+    parser.add_argument("zoo", type=Path)
+    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--only", nargs="*", default=[])
+    arguments = parser.parse_args()
+    arguments.zoo.mkdir(parents=True, exist_ok=True)
+    if arguments.command == "train":
+        train_zoo(arguments.zoo, arguments.minutes, arguments.only)
+
+
+if __name__ == "__main__":
+    main()

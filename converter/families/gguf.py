@@ -1,0 +1,132 @@
+"""GGUF files of the architectures that are LLaMA's or close to it.
+
+The layout is the container's own rule, by architecture: llama.cpp rotates `llama` interleaved and permutes q and
+k when it converts from Hugging Face's format; `qwen2` and `qwen3` it rotates half-split, as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from converter.checkpoint import Checkpoint, TensorInfo
+from converter.config import ConfigReader
+from converter.errors import CheckpointError, UnsupportedError, did_you_mean
+from converter.families import Family, family
+from converter.mapping import Direct, Drop, TensorMapping
+from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions, QKNorm, RopeLayout, RopeSpec
+
+#: Architecture -> layout, linears that carry biases, norms on q and k.
+ARCHITECTURES: dict[str, tuple[RopeLayout, frozenset[str], QKNorm | None]] = {
+    "llama": (RopeLayout.INTERLEAVED, frozenset(), None),
+    "qwen2": (RopeLayout.HALF_SPLIT, frozenset({"q", "k", "v"}), None),
+    "qwen3": (RopeLayout.HALF_SPLIT, frozenset(), QKNorm.PER_HEAD),
+}
+_LINEARS = {
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "o": "attn_output",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
+
+
+def scaled_frequencies(checkpoint: Checkpoint, info: TensorInfo, spec: ModelSpec) -> str | None:
+    """Why a table of frequency factors changes the function: llama.cpp keeps Llama 3's scaling in one."""
+    if bool((checkpoint.read(info.name) == 1).all()):
+        return None
+    return "it scales the rotary frequencies, as Llama 3's long context does, and a GGUF does not say by which rule"
+
+
+@family
+class GGUF(Family):
+    """A GGUF file. transformers has no class for it; the reference model runs it."""
+
+    name = "gguf"
+    prefix = ""
+    embedding = "token_embd.weight"
+    head = "output.weight"
+    ties_by_default = True
+    default_recipe = "gguf-to-hf"
+    drops: ClassVar[tuple[Drop, ...]] = (Drop(r"rope_freqs\.weight", "table of ones", scaled_frequencies),)
+
+    def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:
+        architecture = config.read("general.architecture", str)
+        if architecture not in ARCHITECTURES:
+            raise UnsupportedError(
+                f"the GGUF holds a '{architecture}', which is not an architecture that we know",
+                where=config.where,
+                fix=did_you_mean(architecture, ARCHITECTURES),
+            )
+        layout, biases, qk_norm = ARCHITECTURES[architecture]
+        a = architecture
+        hidden, layers = config.read(f"{a}.embedding_length", int), config.read(f"{a}.block_count", int)
+        heads = config.read(f"{a}.attention.head_count", int)
+        kv_heads = config.read(f"{a}.attention.head_count_kv", int, heads)
+        head_dim = config.optional(f"{a}.attention.key_length", int)
+        if head_dim is None:
+            head_dim = config.divide(hidden, heads, "embedding_length", "head_count")
+        if config.read(f"{a}.attention.value_length", int, head_dim) != head_dim:
+            raise UnsupportedError("rows of v are not as many as those of k", where=config.where)
+        if config.config.get(f"{a}.expert_count"):
+            raise UnsupportedError("the model is a mixture of experts", where=config.where)
+        config.ignore({f"{a}.expert_count": "none", f"{a}.expert_used_count": "none"})
+        config.ignore({key: "about the file" for key in config.config if key.startswith(("general.", "quantize."))})
+        config.ignore({key: "the tokenizer's" for key in config.config if key.startswith("tokenizer.")})
+        return ModelSpec(
+            vocab_size=_vocabulary(config, a),
+            hidden_size=hidden,
+            intermediate_size=config.read(f"{a}.feed_forward_length", int),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            context=config.read(f"{a}.context_length", int),
+            norm=Norm.RMSNORM,
+            norm_eps=config.read(f"{a}.attention.layer_norm_rms_epsilon", float),
+            activation=Activation.SILU,
+            gated_mlp=True,
+            positions=Positions.ROPE,
+            attention_scales=(head_dim**-0.5,) * layers,
+            tied_head=tied,
+            biases=biases,
+            rope=_rope(config, a, head_dim, layout),
+            qk_norm=qk_norm,
+        )
+
+    def mappings(self, spec: ModelSpec, block: BlockRef) -> list[TensorMapping]:
+        if block.kind == "embeddings":
+            return [Direct(self.embedding, "embed.weight")]
+        if block.kind == "head":
+            norm = Direct("output_norm.weight", "final_norm.weight")
+            return [norm, Direct(self.embedding if spec.tied_head else self.head, "head.weight")]
+        h = f"blk.{block.index}"
+        norms = {"attn_norm": "attn_norm", "ffn_norm": "mlp_norm"}
+        if spec.qk_norm is not None:
+            norms |= {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}
+        return [
+            *(Direct(f"{h}.{name}.weight", f"{role}.weight") for name, role in norms.items()),
+            *(Direct(f"{h}.{name}.weight", f"{part}.weight") for part, name in _LINEARS.items()),
+            *(Direct(f"{h}.{name}.bias", f"{part}.bias") for part, name in _LINEARS.items() if part in spec.biases),
+        ]
+
+
+def _vocabulary(config: ConfigReader, a: str) -> int:
+    """The vocabulary's size: a key that older files lack, then the number of tokens."""
+    tokens = config.optional("vocab_size", int)
+    size = config.optional(f"{a}.vocab_size", int) or tokens
+    if size is None:
+        raise CheckpointError(f"neither {a}.vocab_size nor a list of tokens is there", where=config.where)
+    return size
+
+
+def _rope(config: ConfigReader, a: str, head_dim: int, layout: RopeLayout) -> RopeSpec:
+    kind = config.read(f"{a}.rope.scaling.type", str, "none")
+    scaling: dict[str, Any] | None = None
+    if kind == "linear":
+        scaling = {"rope_type": "linear", "factor": config.read(f"{a}.rope.scaling.factor", float)}
+    elif kind != "none":
+        raise UnsupportedError(f"the rotary positions are scaled by '{kind}'", where=config.where, fix="Known: linear")
+    width = config.read(f"{a}.rope.dimension_count", int, head_dim)
+    return RopeSpec(config.read(f"{a}.rope.freq_base", float, 10000.0), width, layout, scaling)

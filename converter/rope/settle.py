@@ -1,0 +1,138 @@
+"""Which layout a checkpoint is in, before anything moves: every voice is heard, and they have to agree.
+
+A stamp in `conversion.json` says what this tool wrote, and stands in for the family's declaration: a
+stamped checkpoint may be in the layout that its family does not read. `--from` against the
+family's declaration is believed where the weights or a text bear it out: that is how a
+checkpoint that somebody converted wrongly is repaired.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converter import __version__
+from converter.errors import CheckpointError, ConverterError, UnsupportedError
+from converter.source import SourceModel
+from converter.spec import RopeLayout
+
+if TYPE_CHECKING:
+    from converter.rope.detect import Detection
+
+STAMP = "conversion.json"
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What the rows are in, and who said so."""
+
+    layout: RopeLayout
+    #: Who -> the layout that they name; a voice that does not know is absent.
+    voices: dict[str, str]
+    note: str | None = None
+
+
+def read_stamp(folder: Path) -> RopeLayout | None:
+    """The layout that a folder's conversion.json says its rows are in."""
+    file = folder / STAMP
+    if not file.is_file():
+        return None
+    try:
+        rope = json.loads(file.read_text(encoding="utf-8")).get("rope")
+        return RopeLayout(rope["layout"]) if rope else None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError("the stamp cannot be read", where=str(file), why=str(error)) from error
+
+
+def stamped(folder: Path, source: SourceModel | None, settlement: Settlement, to: RopeLayout, tensors: int) -> str:
+    """The text of a conversion.json with the new layout, and this swap added to its history."""
+    file = folder / STAMP
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    rope = content.get("rope") or {}
+    if source is not None and source.spec.rope is not None:
+        rope = {
+            "theta": source.spec.rope.theta,
+            "rotary_dim": source.spec.rope.rotary_dim,
+            "scaling": source.spec.rope.scaling,
+            **rope,
+        }
+    content["rope"] = {**rope, "layout": to.value}
+    swap = {
+        "tool_version": __version__,
+        "from": settlement.layout.value,
+        "to": to.value,
+        "tensors": tensors,
+        "evidence": settlement.voices,
+    }
+    content["rope_swaps"] = [*content.get("rope_swaps", []), swap]
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def declared_voices(source: SourceModel, to: RopeLayout, claimed: RopeLayout | None) -> dict[str, str]:
+    """The voices that need no weights. Raises where the stamp alone ends the matter."""
+    if source.spec.rope is None:
+        raise UnsupportedError(f"a {source.family.name} has no RoPE, so there is nothing to swap", where=source.where)
+    stamp = read_stamp(source.checkpoint.path)
+    voices = {"--from": claimed.value} if claimed else {}
+    if stamp is None:
+        return voices | {f"the declaration of family '{source.family.name}'": source.spec.rope.layout.value}
+    voices[f"the stamp in {STAMP}"] = stamp.value
+    if stamp is to and (claimed is None or claimed is stamp):
+        raise already(source, to, f"the stamp in {STAMP} says so")
+    if claimed is not None and claimed is not stamp:
+        raise _disagreement(source, voices)
+    return voices
+
+
+def settle(
+    source: SourceModel, to: RopeLayout, voices: dict[str, str], claimed: RopeLayout | None, found: Detection
+) -> Settlement:
+    """Hear the weights, and the text where one was given, beside the declared voices."""
+    evidence: dict[str, str] = {}
+    if found.losses is not None:
+        low, high = sorted(found.losses, key=lambda name: found.losses[name] if found.losses else 0.0)
+        if found.losses[high] - found.losses[low] > 0.02:
+            evidence["the loss on the text"] = low
+    if found.fault is not None:
+        raise UnsupportedError(
+            "the rows are in no single layout, so swapping them would only move the mistake",
+            where=str(source.checkpoint.path),
+            why=f"by the weights {found.fault}",
+            fix="Take the checkpoint from before that permutation",
+        )
+    if found.losses is None and found.layout in (RopeLayout.INTERLEAVED.value, RopeLayout.HALF_SPLIT.value):
+        evidence[f"the weights (confidence {found.confidence:.2f})"] = found.layout
+    everyone = voices | evidence
+    layouts = set(everyone.values())
+    note = None
+    if len(layouts) > 1:
+        declaration = f"the declaration of family '{source.family.name}'"
+        others = {layout for who, layout in everyone.items() if who != declaration}
+        if claimed is None or not evidence or len(others) > 1 or declaration not in everyone:
+            raise _disagreement(source, everyone)
+        layouts = others
+        note = (
+            f"family '{source.family.name}' reads {everyone[declaration]}, and --from and "
+            f"{' and '.join(evidence)} say {claimed.value}: the checkpoint was misread until now"
+        )
+    layout = RopeLayout(layouts.pop())
+    if layout is to:
+        raise already(source, to, " and ".join(f"{who} says so" for who in everyone))
+    return Settlement(layout, everyone, note)
+
+
+def already(source: SourceModel, to: RopeLayout, why: str) -> ConverterError:
+    """Nothing to do, which is refused: a second run by mistake must not undo the first."""
+    return ConverterError(f"the rows are {to.value} already", where=str(source.checkpoint.path), why=why)
+
+
+def _disagreement(source: SourceModel, voices: dict[str, str]) -> ConverterError:
+    return ConverterError(
+        "the layout is not settled: " + "; ".join(f"{who} says {layout}" for who, layout in voices.items()),
+        where=str(source.checkpoint.path),
+        why="moving rows that are not where they are thought to be would ruin the model",
+        fix="Find out which is right with `converter rope detect PATH --text FILE`; "
+        "--from with a --text that bears it out is believed against the family",
+    )
