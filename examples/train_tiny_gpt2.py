@@ -8,6 +8,7 @@ modules of `converter.corpus` are never trained on. About an hour on two cores.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from pathlib import Path
@@ -65,10 +66,7 @@ def rate_at(step: int, steps: int, peak: float, warmup: int = 200) -> float:
 
 def save(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write the checkpoint in half precision, leaving the model in training as it is."""
-    half = {name: tensor.to(torch.float16) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    model.config.dtype = torch.float16
-    model.save_pretrained(out, state_dict=half)
-    model.config.dtype = torch.float32
+    copy.deepcopy(model).half().save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
