@@ -1,8 +1,7 @@
 """Train small RoPE models, and calibrate and test the layout detection on them.
 
     python benchmarks/rope_detect.py train ZOO [--minutes 25]    one file of q, k and facts a model
-    python benchmarks/rope_detect.py features ZOO                what detection sees in each
-    python benchmarks/rope_detect.py evaluate ZOO                error rates on variants, right and mis-permuted
+    python benchmarks/rope_detect.py evaluate ZOO [--split test]  error rates on variants, right and mis-permuted
 
 The models are trained from scratch on the Python standard library, byte by byte, by the reference model; weights stay
 outside the repository.
@@ -22,7 +21,11 @@ import torch.nn.functional as F
 
 from converter import model
 from converter.corpus import training_documents
+from converter.rope.detect import Detection, detect_layers
+from converter.rope.layout import other_layout, swap_rows
 from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions, RopeLayout, RopeSpec, block_shapes, blocks
+
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 LENGTH = 128
 BATCH = 12
@@ -41,11 +44,11 @@ class Shape:
     theta: float
     layout: str
     rotary: int = 0  # 0: all of head_dim
-    split: str = "calibrate"  # or "test": never looked at while calibrating
+    split: str = "calibrate"  # or "test": never looked at while calibrating; or "none": trained without RoPE
     steps: int = 500
 
-    def spec(self) -> ModelSpec:
-        """Its architecture: a byte-level LLaMA."""
+    def spec(self, trained_as: bool = False) -> ModelSpec:
+        """Its architecture as it is declared, or as it was trained: a byte-level LLaMA."""
         return ModelSpec(
             vocab_size=256,
             hidden_size=self.hidden,
@@ -62,7 +65,12 @@ class Shape:
             positions=Positions.ROPE,
             attention_scales=(self.head_dim**-0.5,) * self.layers,
             tied_head=True,
-            rope=RopeSpec(self.theta, self.rotary or self.head_dim, RopeLayout(self.layout)),
+            rope=RopeSpec(
+                self.theta,
+                self.rotary or self.head_dim,
+                RopeLayout(self.layout),
+                skipped_layers=tuple(range(self.layers)) if trained_as and self.split == "none" else (),
+            ),
         )
 
 
@@ -86,6 +94,16 @@ ZOO = (
     Shape("t3", 128, 3, 8, 4, 16, 1e4, "interleaved", split="test"),
     Shape("t4", 96, 4, 4, 4, 32, 1e4, "half_split", rotary=16, split="test"),
     Shape("t5", 128, 2, 9, 3, 32, 1e5, "interleaved", split="test"),
+    Shape("t6", 96, 3, 6, 6, 16, 1e4, "half_split", split="test", steps=300),
+    Shape("t7", 160, 2, 8, 2, 32, 1e6, "interleaved", split="test"),
+    Shape("t8", 80, 4, 4, 2, 24, 1e4, "half_split", split="test", steps=800),
+    Shape("t9", 112, 2, 8, 8, 16, 1e5, "interleaved", split="test"),
+    Shape("t10", 96, 4, 8, 4, 32, 1e4, "interleaved", rotary=8, split="test"),
+    Shape("t11", 64, 6, 4, 2, 32, 5e5, "half_split", split="test"),
+    Shape("t12", 128, 2, 6, 3, 40, 1e4, "interleaved", split="test"),
+    Shape("t13", 96, 3, 4, 4, 64, 1e4, "half_split", split="test"),
+    Shape("n0", 96, 3, 6, 2, 32, 1e4, "half_split", split="none"),
+    Shape("n1", 128, 2, 4, 4, 32, 1e4, "interleaved", split="none"),
 )
 
 
@@ -97,7 +115,7 @@ def bytes_of_corpus() -> torch.Tensor:
 
 def train(shape: Shape, corpus: torch.Tensor, seed: int) -> tuple[dict[str, torch.Tensor], float]:
     """Roles by "block.role" and the mean loss of the last steps, nats per byte."""
-    spec = shape.spec()
+    spec = shape.spec(trained_as=True)
     generator = torch.Generator().manual_seed(seed)
     parameters: dict[BlockRef, dict[str, torch.Tensor]] = {}
     for ref in blocks(spec):
@@ -157,17 +175,108 @@ def train_zoo(folder: Path, minutes: float, only: list[str]) -> None:
         )
 
 
+def load(path: Path) -> tuple[Shape, Layers]:
+    """A trained model's facts, and its q and k by layer."""
+    saved = torch.load(path)
+    shape = Shape(**saved["shape"])
+    roles = saved["roles"]
+    return shape, [(roles[f"layers.{i}.q.weight"], roles[f"layers.{i}.k.weight"]) for i in range(shape.layers)]
+
+
+def permuted(
+    layers: Layers, shape: Shape, to: RopeLayout, *, q: int | None = 0, k: int | None = 0, whole: bool = False
+) -> Layers:
+    """q and k moved to a layout by these head counts; 0 is the right count, None leaves the part alone."""
+    result = []
+    for pair in layers:
+        moved = []
+        for rows, count, right in zip(pair, (q, k), (shape.heads, shape.kv_heads), strict=True):
+            heads = right if count == 0 else count
+            if heads is None:
+                moved.append(rows)
+                continue
+            unit = rows.shape[0] // heads
+            width = unit if whole or heads != right else shape.rotary or unit
+            moved.append(swap_rows(rows, heads, unit, width, to))
+        result.append((moved[0], moved[1]))
+    return result
+
+
+def variants(shape: Shape, layers: Layers) -> dict[str, tuple[Layers, str]]:
+    """Name -> q and k, and the verdict that is right: a layout, or "fault"."""
+    native = RopeLayout(shape.layout)
+    other = other_layout(native)
+    heads, kv_heads, d = shape.heads, shape.kv_heads, shape.head_dim
+    found = {
+        "as trained": (layers, native.value),
+        "swapped": (permuted(layers, shape, other), other.value),
+        "there and back": (permuted(permuted(layers, shape, other), shape, native), native.value),
+        "q only": (permuted(layers, shape, other, k=None), "fault"),
+        "k only": (permuted(layers, shape, other, q=None), "fault"),
+        "once more": (permuted(layers, shape, native), "fault"),
+    }
+    if shape.rotary:
+        found["whole heads"] = (permuted(layers, shape, other, whole=True), "fault")
+    elif heads != kv_heads:
+        found["q by k's heads"] = (permuted(layers, shape, other, q=kv_heads), "fault")
+        if (kv_heads * d) % (2 * heads) == 0 and kv_heads * d > 2 * heads:
+            found["k by q's heads"] = (permuted(layers, shape, other, k=heads), "fault")
+    return found
+
+
+def nulls(layers: Layers, seed: int) -> dict[str, Layers]:
+    """Models in which no order is right: the trained rows in random order, and fresh weights."""
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = [tuple(rows[torch.randperm(rows.shape[0], generator=generator)] for rows in pair) for pair in layers]
+    fresh = [tuple(torch.randn(rows.shape, generator=generator) for rows in pair) for pair in layers]
+    return {"rows shuffled": [(q, k) for q, k in shuffled], "untrained": [(q, k) for q, k in fresh]}
+
+
+def verdict(found: Detection) -> str:
+    """What a detection says: a layout, "fault" or "unknown"."""
+    return "fault" if found.fault else found.layout
+
+
+def evaluate(folder: Path, split: str) -> None:
+    """Count right, unknown and wrong verdicts."""
+    tally = dict.fromkeys(("right", "unknown", "wrong"), 0)
+    null_scores, false_alarms = [], 0
+    for path in sorted(folder.glob("*.pt")):
+        shape, layers = load(path)
+        if shape.split != split:
+            continue
+        spec = shape.spec()
+        for name, (rows, wanted) in variants(shape, layers).items():
+            found = detect_layers(rows, spec)
+            wanted = "unknown" if shape.split == "none" else wanted
+            outcome = "right" if verdict(found) == wanted else "unknown" if verdict(found) == "unknown" else "wrong"
+            tally[outcome] += 1
+            facts = f"score {found.score:6.1f} margin {found.margin:6.1f}"
+            print(f"{shape.name:4} {name:16} {outcome:8} {facts} {found.fault or ''}")
+        for seed in range(5):
+            for rows in nulls(layers, seed).values():
+                found = detect_layers(rows, spec)
+                null_scores.append(found.score)
+                false_alarms += verdict(found) != "unknown"
+    total = sum(tally.values())
+    print(f"{split}: {tally} of {total} variants; at 95 % confidence at most {3 / total:.1%} wrong if none was")
+    print(f"nulls: {false_alarms} of {len(null_scores)} taken for trained; highest score {max(null_scores):.1f}")
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=["train", "features", "evaluate"])
+    parser.add_argument("command", choices=["train", "evaluate"])
     parser.add_argument("zoo", type=Path)
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--split", choices=["calibrate", "test", "none"], default="calibrate")
     arguments = parser.parse_args()
     arguments.zoo.mkdir(parents=True, exist_ok=True)
     if arguments.command == "train":
         train_zoo(arguments.zoo, arguments.minutes, arguments.only)
+    else:
+        evaluate(arguments.zoo, arguments.split)
 
 
 if __name__ == "__main__":

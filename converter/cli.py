@@ -346,18 +346,25 @@ def _count(things: Sized, name: str) -> str:
 class _Bars:
     """Progress bars on the terminal, one a stage."""
 
-    def __init__(self, bars: RichProgress) -> None:
-        self._bars = bars
+    def __init__(self, bars: RichProgress, hidden: bool) -> None:
+        self._bars, self._hidden = bars, hidden
         self._task: Any = None
+        self._name = ""
 
     def say(self, text: str) -> None:
-        self._bars.console.print(text)
+        if not self._hidden:
+            self._bars.console.print(text)
 
     def stage(self, name: str, total: int) -> None:
-        self._task = self._bars.add_task(name, total=total)
+        self._name, self._task = name, self._bars.add_task(name, total=total)
 
     def advance(self, amount: int) -> None:
-        self._bars.advance(self._task, amount)
+        self._bars.update(self._task, advance=amount, description=self._name)
+
+    def detail(self, what: str, done: int, total: int) -> None:
+        self._bars.update(self._task, description=f"{self._name}: {what}, {done} of {total}")
+        if done == total:
+            self.say(what)
 
 
 @contextmanager
@@ -367,8 +374,13 @@ def _progress(hidden: bool) -> Iterator[_Bars]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     silent = hidden or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), disable=silent, transient=True) as bars:
-        yield _Bars(bars)
+    with Progress(
+        *columns,
+        console=Console(stderr=True, width=None if sys.stderr.isatty() else 120),
+        disable=silent,
+        transient=True,
+    ) as bars:
+        yield _Bars(bars, hidden)
 
 
 def _console() -> Console:

@@ -45,6 +45,9 @@ class Progress(Protocol):
     def advance(self, amount: int) -> None:
         """So much of the stage is done."""
 
+    def detail(self, what: str, done: int, total: int) -> None:
+        """Inside the stage, something takes a while: what, how far it is, and how long it is."""
+
 
 class _Silent:
     def say(self, text: str) -> None:
@@ -54,6 +57,9 @@ class _Silent:
         pass
 
     def advance(self, amount: int) -> None:
+        pass
+
+    def detail(self, what: str, done: int, total: int) -> None:
         pass
 
 
@@ -107,20 +113,21 @@ def convert(
         progress.say(f"Note: {warning}.")
     device = pick_device(device)
     shard_size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    with OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=plan.source.checkpoint.path) as output:
+    with OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=plan.source.checkpoint.opened) as output:
         output.check_space(plan.output_bytes)
         texts = None
         if verify or calibrated_step(plan) is not None:
             texts = gather_texts(plan, [Path(p) for p in text], [Path(p) for p in eval_text])
         source_hash = SourceHash(plan.source.checkpoint).start()
         evaluation = texts.evaluation if texts and verify else None
-        walk = Walk(plan, texts.calibration if texts else None, evaluation, device=device)
+        walk = Walk(plan, texts.calibration if texts else None, evaluation, device=device, progress=progress.detail)
         journal = Journal(output.partial, _fingerprint(plan, texts, shard_size, verify))
         _write(plan, walk, journal, output.partial, shard_size, progress)
         report = _report(plan, walk.findings, texts, source_hash.result(), Path(target))
         if not report.passed:
             raise _exact_op_failed(report)
         _write_metadata(plan, output.partial)
+        plan.target.finish(output.partial, plan.target_spec)
         if verify and texts is not None:
             report = _verified(plan, walk.findings, report, output.partial, texts, device, progress)
         _write_reports(plan, report, output.partial)
@@ -204,6 +211,7 @@ def _step_report(plan: Plan, findings: Findings, index: int, texts: Texts | None
         needed=step.needed,
         dropped=tuple(findings.dropped[index]),
         facts=findings.facts[index],
+        errors=findings.errors[index],
         drift=tuple(findings.drifts[index]),
         own_error=tuple(findings.own_errors[index]),
         comparison=findings.comparisons[index] if measured and texts and texts.real else None,

@@ -102,7 +102,11 @@ def run_mlp(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
 def run_neurons(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
     """What `down` reads, (..., intermediate_size), on normed states."""
     up = _linear(roles, "up", states)
-    return activate(spec.activation, _linear(roles, "gate", states)) * up if spec.gated_mlp else activate(spec.activation, up)
+    return (
+        activate(spec.activation, _linear(roles, "gate", states)) * up
+        if spec.gated_mlp
+        else activate(spec.activation, up)
+    )
 
 
 def activate(activation: Activation, x: Tensor) -> Tensor:

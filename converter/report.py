@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ class StepReport:
     needed: bool
     dropped: tuple[Dropped, ...]
     facts: dict[str, float]
+    #: Relative errors that the op noted, block by block.
+    errors: dict[str, list[float]] = field(default_factory=dict)
     #: Mean relative error of the states after each block, against the source's; empty where nothing was measured.
     drift: tuple[float, ...] = ()
     #: The part of it that each block makes by itself, fed the source's states.
@@ -185,6 +187,18 @@ def cost_table(report: ConversionReport) -> Table:
         rows.append(("tokens per second, here", *report.speed))
     for name, before, after in rows:
         table.add_row(name, f"{before:,.0f}", f"{after:,.0f}", f"{after / before:.2f}")
+    return table
+
+
+def errors_table(report: ConversionReport) -> Table:
+    """Relative errors that the ops noted, a row a layer."""
+    columns = [(f"{step.name}, {name}", values) for step in report.steps for name, values in step.errors.items()]
+    table = Table(title="Relative errors of single layers, on calibration text", title_justify="left")
+    table.add_column("layer", justify="right")
+    for heading, _ in columns:
+        table.add_column(heading, justify="right")
+    for layer, row in enumerate(zip(*(values for _, values in columns), strict=True)):
+        table.add_row(str(layer), *(f"{value:.2%}" for value in row))
     return table
 
 
@@ -397,6 +411,8 @@ def model_card(report: ConversionReport) -> str:
         ]
         if (drift := unexplained_drift(report.steps)) is not None:
             parts.append(f"{drift[0].upper()}{drift[1:]}.\n")
+    if any(step.errors for step in report.steps):
+        parts += ["## Errors of single layers, on calibration text\n", markdown(errors_table(report)) + "\n"]
     if report.yardstick:
         parts += [
             "## Yardstick\n",

@@ -140,7 +140,7 @@ class StreamCalibration(Calibration):
 
     def __init__(self, streams: Streams, prefix: int, centred: bool) -> None:
         self._streams, self._prefix, self._centred = streams, prefix, centred
-        self.count = len(streams.windows.ids)
+        self.count, self.length = streams.windows.ids.shape
 
     def batches(self) -> Iterator[Tensor]:
         for batch in batches(self._streams.windows):

@@ -82,7 +82,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     """
     present = {name for name in (*VOCABULARY_FILES, CONFIG_FILE) if (folder / name).is_file()}
     if not present:
-        return None
+        return _gguf_tokenizer(folder)
     config = _read_json(folder / CONFIG_FILE)
     name = _class_name(folder, config, slow_gpt2={"vocab.json", "merges.txt"} <= present)
     try:
@@ -326,3 +326,21 @@ def _tokenizer_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     elif template is not None:
         config["chat_template"] = template
     return config
+
+
+def _gguf_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
+    """The tokenizer in the GGUF file of a folder, where there is one, by transformers' own reading of it."""
+    from converter.containers.gguf import tokenizer_file
+
+    file = tokenizer_file(folder)
+    if file is None:
+        return None
+    import transformers
+
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file.name, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            "The tokenizer in the GGUF cannot be read", where=str(file), why=f"{type(error).__name__}: {error}"
+        ) from error
+    return _plain(loaded, folder / TOKENIZER_FILE)

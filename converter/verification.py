@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -183,6 +183,10 @@ def load_transformers(source: SourceModel) -> PreTrainedModel:
     `module.` or `_orig_mod.`. A family that it has no class for runs as its stand-in.
     """
     quiet_transformers()
+    if source.family.model_class is None and source.family.stand_in is None:
+        from converter.reference import ReferenceModel
+
+        return cast("PreTrainedModel", ReferenceModel(source).eval())
     if source.family.stand_in is None:
         family, config, state = _as_stored(source)
     else:
@@ -238,6 +242,8 @@ def load_plain(path: Path) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     quiet_transformers()
+    if not (path / "config.json").exists():  # a format that transformers does not read
+        return load_transformers(SourceModel.open(path))
     model, info = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, output_loading_info=True, local_files_only=True, trust_remote_code=False
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,8 @@ class Findings:
     dropped: list[list[Dropped]]
     #: Facts that the op noted, summed over the blocks.
     facts: list[dict[str, float]]
+    #: Relative errors that the op noted, block by block.
+    errors: list[dict[str, list[float]]]
     #: Drift of the states after each block from the source's, see `Streams.drift`.
     drifts: list[list[float]]
     #: The part of it that the block makes by itself, see `Streams.own_error`.
@@ -49,13 +51,15 @@ class Findings:
     @classmethod
     def empty(cls, steps: int) -> Findings:
         """Nothing found out yet."""
-        return cls(*([make() for _ in range(steps)] for make in (list, dict, list, list)))  # type: ignore[arg-type]
+        return cls(*([make() for _ in range(steps)] for make in (list, dict, dict, list, list)))  # type: ignore[arg-type]
 
     def note(self, step: int, notes: Notes) -> None:
         """Add what an op noted of one block."""
         self.dropped[step] += notes.dropped
         for key, value in notes.facts.items():
             self.facts[step][key] = self.facts[step].get(key, 0.0) + value
+        for key, value in notes.errors.items():
+            self.errors[step].setdefault(key, []).append(value)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -66,7 +70,7 @@ class Findings:
         """The inverse of `to_dict`."""
         dropped = [[Dropped(**each) for each in step] for step in saved["dropped"]]
         comparisons = [Comparison.from_dict(each) for each in saved["comparisons"]]
-        return cls(dropped, saved["facts"], saved["drifts"], saved["own_errors"], comparisons, saved["changes"])
+        return cls(**{**saved, "dropped": dropped, "comparisons": comparisons})
 
 
 class Walk:
@@ -80,7 +84,9 @@ class Walk:
         *,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
+        self.progress = progress
         self.plan, self.dtype, self.device = plan, dtype, torch.device(device)
         self.findings = Findings.empty(len(plan.steps))
         self._finished = 0
@@ -154,6 +160,7 @@ class Walk:
         source = current if self._evaluation is not None and ref.kind == "head" else None
         for prefix, step in enumerate(self.plan.steps, start=1):
             notes = Notes(ref, origins)
+            notes.progress = self.progress or notes.progress
             block = step.op.apply(current.block, step.before, ref, notes, self._calibration_for(prefix))
             assert block.keys() == block_shapes(step.after, ref).keys(), f"{step.op.name} gives {ref} other roles"
             self.findings.note(prefix - 1, notes)

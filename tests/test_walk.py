@@ -121,8 +121,8 @@ def test_a_broken_exact_op_is_named_with_the_first_block_that_drifts(plan):
             step.needed,
             (),
             {},
-            tuple(walk.findings.drifts[i]),
-            tuple(walk.findings.own_errors[i]),
+            drift=tuple(walk.findings.drifts[i]),
+            own_error=tuple(walk.findings.own_errors[i]),
         )
         for i, step in enumerate(steps)
     ]

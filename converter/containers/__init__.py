@@ -73,12 +73,14 @@ class Container(ABC):
 
 def find_container(path: Path) -> Container:
     """The kind that a path is of, special kinds before general ones; raises where it is none."""
+    from converter.containers.gguf import GGUFContainer
     from converter.containers.huggingface import HuggingFaceFolder
+    from converter.containers.llama_meta import LlamaMetaFolder
     from converter.containers.nanogpt import NanoGPTFile
 
     if not path.exists():
         raise CheckpointError("there is no such file or folder", where=str(path))
-    for container in (NanoGPTFile(), HuggingFaceFolder()):
+    for container in (NanoGPTFile(), LlamaMetaFolder(), GGUFContainer(), HuggingFaceFolder()):
         if container.recognises(path):
             return container
     raise CheckpointError("this is a file", where=str(path), fix=f"Give the folder that holds it: {path.parent}")

@@ -136,6 +136,8 @@ def _plain(field: Any) -> Any:
 
 
 def tokenizer_file(folder: Path) -> Path | None:
-    """The GGUF file whose tokenizer is that of a folder: its only one."""
+    """The GGUF file whose tokenizer is that of a folder: its only one, where that has a tokenizer."""
     files = list(folder.glob("*.gguf")) if folder.is_dir() else []
-    return files[0] if len(files) == 1 else None
+    if len(files) != 1:
+        return None
+    return files[0] if "tokenizer.ggml.model" in GGUFFile(files[0]).config() else None

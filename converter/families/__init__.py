@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from converter.config import ConfigReader
@@ -86,6 +87,9 @@ class TargetFamily(Family):
     @abstractmethod
     def write_config(self, spec: ModelSpec) -> dict[str, Any]:
         """The architecture's part of `config.json`; token ids and dtype are added by the caller."""
+
+    def finish(self, folder: Path, spec: ModelSpec) -> None:
+        """Turn a written folder, config.json and safetensors, into the family's own container."""
 
     def write_block(self, spec: ModelSpec, block: BlockRef, roles: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a block by their full names, zeros for the roles that only this family has.

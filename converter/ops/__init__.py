@@ -1,8 +1,9 @@
 """Ops: one conversion step a file, found by decorator or entry point.
 
-An op is a frozen dataclass whose fields are its parameters in a recipe. `change` maps the spec,
-`apply` maps one block's roles; both ask for roles and facts, never for a family's names. To add one,
-write a file here with a class under `@op`, or publish it under the entry point group `converter.ops`.
+An op is a frozen dataclass whose fields are its parameters in a recipe; its `__post_init__` raises
+ValueError for a value that it cannot take. `change` maps the spec, `apply` maps one block's roles;
+both ask for roles and facts, never for a family's names. To add one, write a file here with a class
+under `@op`, or publish it under the entry point group `converter.ops`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -39,10 +40,11 @@ class Block(dict[str, "Tensor"]):
 class Calibration(ABC):
     """What a calibrated op may look at: activations of the calibration text at the depth of its block.
 
-    The text lies in `count` windows of T tokens, addressed by `rows`, a 1-D tensor of window numbers.
+    The text lies in `count` windows of T = `length` tokens, addressed by `rows`, a 1-D tensor of window numbers.
     """
 
     count: int
+    length: int
 
     @abstractmethod
     def batches(self) -> Iterator[Tensor]:
@@ -72,7 +74,12 @@ class Notes:
     #: Role -> the tensor of the source that it came from, for messages.
     origins: Mapping[str, str] = field(default_factory=dict)
     dropped: list[Dropped] = field(default_factory=list)
+    #: Figures that add up over the blocks.
     facts: dict[str, float] = field(default_factory=dict)
+    #: Relative errors of this block, which do not.
+    errors: dict[str, float] = field(default_factory=dict)
+    #: To be told what is being done, how far it is, and how long it is; for work of more than a moment.
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None
 
     def name(self, role: str) -> str:
         """A role in words that a user of the source recognises."""

@@ -13,6 +13,7 @@ the plain least squares; ridge and fp64, because a centred stream makes the Gram
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,6 +42,10 @@ class FoldFinalNormBias(Op):
     summary = "fold the final norm's bias into the head"
     calibrated = True
 
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.ridge) and self.ridge > 0):
+            raise ValueError("must be a number above 0")
+
     def exact(self, spec: ModelSpec) -> bool:
         return False
 
@@ -48,7 +53,6 @@ class FoldFinalNormBias(Op):
         return spec.final_norm_bias
 
     def change(self, spec: ModelSpec) -> ModelSpec:
-        require(self.ridge > 0, self.name, f"ridge must be above 0, and is {self.ridge}")
         require(
             not spec.tied_head or not spec.final_norm_bias,
             self.name,

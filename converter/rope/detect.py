@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 #: Cosines along the frequencies. Fewer lose half of the signal, more add noise (docs/rope.md).
 _WAVES = 4
+#: Columns of q and k that are looked at; the inputs of a layer are alike, and more than these tell nothing new.
+_COLUMNS = 512
 #: Least score of the winner, and least distance to any other verdict (docs/rope.md).
 LEAST_SCORE = 28.0
 LEAST_MARGIN = 4.0
@@ -94,7 +96,7 @@ def detect_source(source: SourceModel) -> Detection:
 
 
 def query_key_layers(source: SourceModel) -> Iterator[tuple[Tensor, Tensor]]:
-    """q and k of each layer that rotates, in fp32, with their biases as one more column."""
+    """`_COLUMNS` columns of q and k of each layer that rotates, with their biases as one more column."""
     assert source.spec.rope is not None
     for index in range(source.spec.num_layers):
         if not source.spec.rope.rotates(index):
@@ -119,7 +121,7 @@ def _read_mapping(source: SourceModel, mapping: TensorMapping) -> dict[str, Tens
             f"'{source.names[mapping.names[0]]}' is quantised", why="its values are not the weights, so nothing is seen"
         )
     return {
-        role: tensor.float()
+        role: tensor[:, :_COLUMNS] if tensor.ndim == 2 else tensor
         for role, tensor in zip(mapping.roles, mapping.to_roles(*tensors), strict=True)
         if role in ("q.weight", "k.weight", "q.bias", "k.bias")
     }
@@ -158,13 +160,13 @@ def _undo(rows: Tensor, across: tuple[int, RopeLayout] | None) -> Tensor:
         return rows
     unit, to = across
     order = torch.tensor(head_order(unit, unit, to)).argsort()
-    return rows.view(-1, unit, rows.shape[1])[:, order].reshape(rows.shape)
+    return rows.reshape(-1, unit, rows.shape[1])[:, order].reshape(rows.shape)
 
 
 def _products(q: Tensor, k: Tensor, spec: ModelSpec) -> Tensor:
     """q_a.k_b for all rows of each key-value head, (K, d, d), its query heads added up; each of mean square 1."""
-    grouped = q.view(spec.num_kv_heads, -1, spec.head_dim, q.shape[1]).sum(dim=1)
-    products = torch.bmm(grouped, k.view(spec.num_kv_heads, spec.head_dim, -1).transpose(1, 2))
+    grouped = q.reshape(spec.num_kv_heads, -1, spec.head_dim, q.shape[1]).sum(dim=1, dtype=torch.float32)
+    products = torch.bmm(grouped, k.float().reshape(spec.num_kv_heads, spec.head_dim, -1).transpose(1, 2))
     size = products.pow(2).mean(dim=(1, 2), keepdim=True).sqrt()
     return products / size.clamp_min(torch.finfo(size.dtype).tiny)
 

@@ -70,7 +70,7 @@ def stamped(folder: Path, source: SourceModel | None, settlement: Settlement, to
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
-def declared_voices(source: SourceModel, to: RopeLayout, claimed: RopeLayout | None) -> dict[str, str]:
+def declared_voices(source: SourceModel, to: RopeLayout | None, claimed: RopeLayout | None) -> dict[str, str]:
     """The voices that need no weights. Raises where the stamp alone ends the matter."""
     if source.spec.rope is None:
         raise UnsupportedError(f"a {source.family.name} has no RoPE, so there is nothing to swap", where=source.where)
@@ -79,7 +79,7 @@ def declared_voices(source: SourceModel, to: RopeLayout, claimed: RopeLayout | N
     if stamp is None:
         return voices | {f"the declaration of family '{source.family.name}'": source.spec.rope.layout.value}
     voices[f"the stamp in {STAMP}"] = stamp.value
-    if stamp is to and (claimed is None or claimed is stamp):
+    if to is not None and stamp is to and (claimed is None or claimed is stamp):
         raise already(source, to, f"the stamp in {STAMP} says so")
     if claimed is not None and claimed is not stamp:
         raise _disagreement(source, voices)
@@ -87,9 +87,12 @@ def declared_voices(source: SourceModel, to: RopeLayout, claimed: RopeLayout | N
 
 
 def settle(
-    source: SourceModel, to: RopeLayout, voices: dict[str, str], claimed: RopeLayout | None, found: Detection
+    source: SourceModel, to: RopeLayout | None, voices: dict[str, str], claimed: RopeLayout | None, found: Detection
 ) -> Settlement:
-    """Hear the weights, and the text where one was given, beside the declared voices."""
+    """Hear the weights, and the text where one was given, beside the declared voices.
+
+    Raises where they do not agree, or agree on `to`.
+    """
     evidence: dict[str, str] = {}
     if found.losses is not None:
         low, high = sorted(found.losses, key=lambda name: found.losses[name] if found.losses else 0.0)
@@ -118,7 +121,7 @@ def settle(
             f"{' and '.join(evidence)} say {claimed.value}: the checkpoint was misread until now"
         )
     layout = RopeLayout(layouts.pop())
-    if layout is to:
+    if to is not None and layout is to:
         raise already(source, to, " and ".join(f"{who} says so" for who in everyone))
     return Settlement(layout, everyone, note)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from converter.checkpoint import Checkpoint
 from converter.errors import ConverterError
 from converter.output import OutputFolder, disk_errors
-from converter.rope.moves import Move, plan_moves, refuse_quantised, total_bytes, write_move
+from converter.rope.moves import Move, plan_moves, refuse_quantised, rotating_mappings, total_bytes, write_move
 from converter.rope.scores import here, verify_scores
 from converter.rope.settle import STAMP, Settlement, declared_voices, settle, stamped
 from converter.source import SourceModel
@@ -28,6 +28,8 @@ Say = Callable[[str], None]
 #: Files that may hold weights; those that are not the checkpoint's own would keep the old order.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz")
 _PIECE = 1 << 30
+#: Families whose files are no folder of safetensors: they are written as Hugging Face checkpoints.
+_OTHER_FORMATS = ("gguf", "llama_meta")
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ def swap(
     already; VerificationError where the scores differ afterwards.
     """
     opened = open_source(Path(source))
+    if opened.family.name in _OTHER_FORMATS:
+        return _through_conversion(opened, Path(target), to, claimed, text, overwrite)
     voices = declared_voices(opened, to, claimed)
     moves = plan_moves(opened, to)
     say(announcement(opened, moves))
@@ -91,6 +95,26 @@ def swap(
             (output.partial / STAMP).write_text(content, encoding="utf-8")
         output.commit()
     return make_report(opened, moves, settlement, to, error, left_behind)
+
+
+def _through_conversion(
+    source: SourceModel, target: Path, to: RopeLayout, claimed: RopeLayout | None, text: Path | None, overwrite: bool
+) -> SwapReport:
+    """A GGUF or Meta source as a Hugging Face checkpoint of the same architecture."""
+    from converter.conversion import convert
+    from converter.ops.swap_rope_layout import SwapRopeLayout
+    from converter.recipe import Recipe
+
+    assert source.spec.rope is not None
+    settlement = settle(source, None, declared_voices(source, None, claimed), claimed, look(source, text))
+    family = str(source.checkpoint.config.get("general.architecture", "llama"))
+    step = SwapRopeLayout(to="half_split" if to is RopeLayout.HALF_SPLIT else "interleaved")
+    recipe = Recipe(f"{source.family.name}-to-{family}", source.family.name, family, (step,))
+    texts = [text] if text is not None else []
+    convert(source.checkpoint.opened, target, recipe=recipe, text=texts, overwrite=overwrite)
+    needed = step.needed(source.spec)
+    tensors = len(list(rotating_mappings(source))) if needed else 0
+    return SwapReport(settlement.layout.value, to.value, tensors, 0, 0.0, settlement.voices)
 
 
 def look(source: SourceModel, text: Path | None) -> Detection:

@@ -1,0 +1,175 @@
+"""Speed and memory of `rope swap`, beside `cp --reflink=never`, on a 7B-shaped checkpoint.
+
+    python benchmarks/rope_swap.py FOLDER [--gigabytes 4] [--runs 3]
+
+Writes a bf16 checkpoint of random weights in the shape of a 7B LLaMA with 32 query and 8 key-value heads,
+as many layers as fit, into FOLDER, and alternates cp, the copying swap and the swap in place. Everything is
+fsynced on both sides; the source is read once before each run, so that it is in the page cache as far as it fits.
+Times are those of the work inside the process, after torch is imported; the whole command is told beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 11008, 32, 8, 128, 32000
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes of a LLaMA."""
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    for layer in range(layers):
+        stem = f"model.layers.{layer}"
+        found |= {
+            f"{stem}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+            f"{stem}.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{stem}.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{stem}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+            f"{stem}.mlp.gate_proj.weight": (MLP, HIDDEN),
+            f"{stem}.mlp.up_proj.weight": (MLP, HIDDEN),
+            f"{stem}.mlp.down_proj.weight": (HIDDEN, MLP),
+            f"{stem}.input_layernorm.weight": (HIDDEN,),
+            f"{stem}.post_attention_layernorm.weight": (HIDDEN,),
+        }
+    return found | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+
+
+def write_checkpoint(folder: Path, gigabytes: float) -> None:
+    """A checkpoint of about this size."""
+    import torch
+
+    from converter.writer import CheckpointWriter
+
+    layer = sum(a * b for a, b in [(HEADS * HEAD_DIM, HIDDEN)] * 2 + [(KV_HEADS * HEAD_DIM, HIDDEN)] * 2)
+    layer = 2 * (layer + 3 * MLP * HIDDEN)
+    layers = max(1, round((gigabytes * 1e9 - 4 * VOCAB * HIDDEN) / layer))
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+    plan = shapes(layers)
+    writer = CheckpointWriter(folder, {name: (shape, "bfloat16") for name, shape in plan.items()}, 2_000_000_000)
+    for seed, (name, shape) in enumerate(plan.items()):
+        generator = torch.Generator().manual_seed(seed)
+        writer.write(name, (torch.rand(shape, generator=generator) - 0.5).to(torch.bfloat16))
+    writer.finish()
+
+
+def warm(folder: Path) -> None:
+    """Read every file once, and let the disk come to rest."""
+    os.sync()
+    for file in folder.iterdir():
+        with file.open("rb", buffering=0) as handle:
+            while handle.read(1 << 24):
+                pass
+
+
+def copy(source: Path, target: Path) -> float:
+    """Seconds of cp and an fsync of everything that it wrote."""
+    start = time.perf_counter()
+    subprocess.run(["cp", "-r", "--reflink=never", source, target], check=True)
+    for path in (*target.iterdir(), target):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+    return time.perf_counter() - start
+
+
+_CHILD = """
+import json, resource, sys, time
+import torch, numpy
+from pathlib import Path
+from converter.rope import detect, patch, swap
+from converter.spec import RopeLayout
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start = time.perf_counter()
+source, target, to = Path(sys.argv[1]), sys.argv[2], RopeLayout(sys.argv[3])
+if target:
+    swap.swap(source, target, to=to)
+else:
+    patch.swap_in_place(source, to=to)
+seconds = time.perf_counter() - start
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"seconds": seconds, "peak_mb": (after - before) / 1024}))
+"""
+
+
+def swap(source: Path, target: Path | None, to: str) -> dict[str, float]:
+    """One swap in a process of its own: seconds of its work, of the whole command, and memory beyond the imports."""
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, source, str(target or ""), to], check=True, capture_output=True, text=True
+    )
+    facts: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return facts | {"command": time.perf_counter() - start}
+
+
+def detection(source: Path) -> dict[str, float]:
+    """Seconds of a detection, and for each GB of q and k."""
+    from converter.rope.detect import detect_source
+    from converter.source import SourceModel
+
+    start = time.perf_counter()
+    opened = SourceModel.open(source)
+    detect_source(opened)
+    seconds = time.perf_counter() - start
+    size = sum(info.nbytes for name, info in opened.checkpoint.tensors.items() if "q_proj" in name or "k_proj" in name)
+    return {"seconds": seconds, "gb": size / 1e9, "seconds_per_gb": seconds / (size / 1e9)}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--runs", type=int, default=3)
+    arguments = parser.parse_args()
+    source = arguments.folder / "source"
+    if not source.exists():
+        write_checkpoint(source, arguments.gigabytes)
+    results = []
+    for run in range(arguments.runs):
+        row: dict[str, object] = {"run": run}
+        for name in ("cp", "swap", "in_place"):
+            target = arguments.folder / "target"
+            shutil.rmtree(target, ignore_errors=True)
+            warm(source)
+            if name == "cp":
+                row[name] = {"seconds": copy(source, target)}
+            elif name == "swap":
+                row[name] = swap(source, target, "interleaved")
+            else:
+                row[name] = swap(source, None, "interleaved")
+                row["back"] = swap(source, None, "half_split")
+        results.append(row)
+        print(json.dumps(row), flush=True)
+    shutil.rmtree(arguments.folder / "target", ignore_errors=True)
+    warm(source)
+    print(
+        json.dumps(
+            {"detection": detection(source), "self_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Fit every layer to the source's: the same inputs as in the converted model, the source's outputs. Lossy, calibrated.
+
+A layer's parameters theta are moved by gradient so that
+
+    mean over tokens of e^T (1 + S / s)^-1 e,    e = (f_theta(x) - y) / |y|
+
+falls, where x are the states that enter the layer in the model converted so far, with all the damage of the layers
+before it, and y those that leave the same layer of the source, fed its own states. Each token is divided by its own
+size because the next norm does so; a few states of huge norm would own the sum otherwise.
+
+S is the covariance of the errors so far and s the mean of its diagonal: generalised least squares (Aitken 1935),
+damped by the 1. y holds all that the source knew, positions too, so a layer can learn to read off the prefix what a
+lost position table had said. What nobody can read there is noise, large and in few directions. Plain squares would
+spend the steps on it; the inverse covariance turns these directions down and leaves the others as they are.
+
+The layer starts where the ops before left it, and nothing is propagated through more than one layer: the memory is
+that of one layer, its gradients, Adam's two moments and the activations of one micro-batch.
+
+Layer-wise reconstruction of the source's outputs from the converted stream is in Frantar & Alistarh 2022 (OBC) and
+Li et al. 2021 (BRECQ); the optimizer is Adam (Kingma & Ba 2015), with a cosine down to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from converter.ops import Block, Calibration, Notes, Op, op
+from converter.spec import BlockRef, ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+#: Steps over which the rate rises: Adam's second moments mean nothing before.
+_WARMUP = 10
+#: Biases learn so much faster. A rotated bias grows from zero to a norm of several, to draw a function of the
+#: distance; at the rate of the weights it gets a tenth of the way (docs/conversion.md, "What did not help").
+_BIAS_RATE = 60.0
+#: Share of the newest errors in their covariance, and steps between two inversions of it.
+_NEWEST, _INVERSION = 0.05, 10
+#: Tokens whose activations are held at once; more are summed up in micro-batches.
+_MICRO_BATCH = 4096
+#: Tokens that the error is measured on, before and after.
+_MEASURED = 16384
+
+
+@op
+@dataclass(frozen=True)
+class FitBlocks(Op):
+    """Fit each layer by `steps` steps of Adam on `sequences` windows, at `rate` falling to nothing.
+
+    With little text there are fewer steps: no window is looked at more than `passes` times.
+    """
+
+    steps: int = 600
+    rate: float = 5e-4
+    sequences: int = 1
+    passes: int = 2
+    seed: int = 0
+
+    name = "fit_blocks"
+    summary = "fit every layer to the outputs of the source's"
+    calibrated = True
+    follows_source = True
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.rate) and self.rate > 0):
+            raise ValueError("must be a number above 0")
+        if self.sequences < 1 or self.passes < 1:
+            raise ValueError("must be 1 or more")
+
+    def exact(self, spec: ModelSpec) -> bool:
+        return False
+
+    def needed(self, spec: ModelSpec) -> bool:
+        return self.steps > 0
+
+    def change(self, spec: ModelSpec) -> ModelSpec:
+        return spec
+
+    def apply(
+        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
+    ) -> Block:
+        import torch
+
+        if ref.kind != "layer" or calibration is None or self.steps == 0:
+            return block
+        notes.errors["before"] = _error(block, spec, ref.index, calibration)
+        parameters = {role: tensor.float().clone().requires_grad_() for role, tensor in block.items()}
+        with torch.enable_grad():
+            for step, loss in enumerate(self._fit(parameters, spec, ref.index, calibration), start=1):
+                notes.progress(f"fit {ref}, error {math.sqrt(loss):.1%}", step, self._steps(calibration))
+        fitted = Block({role: tensor.detach().to(block[role].dtype) for role, tensor in parameters.items()})
+        notes.errors["after"] = _error(fitted, spec, ref.index, calibration)
+        return fitted
+
+    def _steps(self, calibration: Calibration) -> int:
+        """As many as asked for, or as the text allows."""
+        return min(self.steps, max(1, self.passes * calibration.count // self.sequences))
+
+    def _fit(
+        self, parameters: dict[str, Tensor], spec: ModelSpec, layer: int, calibration: Calibration
+    ) -> Iterator[float]:
+        """Change the parameters in place; yields the loss of each step."""
+        import torch
+
+        groups = [
+            {"params": [t for role, t in parameters.items() if role.endswith("bias")], "scale": _BIAS_RATE},
+            {"params": [t for role, t in parameters.items() if not role.endswith("bias")], "scale": 1.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        optimizer = torch.optim.Adam(groups, lr=self.rate, betas=(0.9, 0.99), fused=True)
+        covariance: Tensor | None = None
+        metric: Tensor | None = None
+        steps = self._steps(calibration)
+        for step, rows in enumerate(_selections(calibration.count, self.sequences, steps, self.seed, layer)):
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate * group["scale"] * _schedule(step, steps)
+            tokens = int(calibration.mask(rows).sum())
+            squares: Tensor | None = None
+            for part in rows.split(_micro_batch(calibration)):
+                errors = _errors(parameters, spec, layer, calibration, part)
+                weighted = errors if metric is None else errors @ metric
+                ((weighted * errors).sum() / tokens).backward()
+                errors = errors.detach()
+                products = errors.T @ errors / tokens
+                squares = products if squares is None else squares + products
+            assert squares is not None
+            optimizer.step()
+            optimizer.zero_grad()
+            covariance = squares if covariance is None else covariance.lerp(squares, _NEWEST)
+            if step % _INVERSION == 0:
+                metric = _damped_inverse(covariance)
+            yield float(squares.trace())
+
+
+def _damped_inverse(covariance: Tensor) -> Tensor:
+    """(1 + S / s)^-1 for S (D, D), s being the mean of its diagonal."""
+    import torch
+
+    scale = covariance.diagonal().mean().clamp_min(1e-30)
+    inverse: Tensor = torch.linalg.inv(covariance / scale + torch.eye(len(covariance)).to(covariance))
+    return inverse
+
+
+def _schedule(step: int, steps: int) -> float:
+    """The rate's share at a step: a linear warm-up, and a cosine to nothing."""
+    return min(1.0, (step + 1) / _WARMUP) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def _selections(count: int, sequences: int, steps: int, seed: int, layer: int) -> Iterator[torch.Tensor]:
+    """Window numbers of each step: all windows in a random order, then again in another one."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1_000_003 * seed + layer)
+    order = torch.empty(0, dtype=torch.long)
+    sequences = min(sequences, count)
+    for _ in range(steps):
+        if len(order) < sequences:
+            order = torch.cat([order, torch.randperm(count, generator=generator)])
+        yield order[:sequences]
+        order = order[sequences:]
+
+
+def _micro_batch(calibration: Calibration) -> int:
+    """Windows whose activations are held at once."""
+    return max(1, _MICRO_BATCH // calibration.length)
+
+
+def _errors(
+    roles: dict[str, Tensor] | Block, spec: ModelSpec, layer: int, calibration: Calibration, rows: Tensor
+) -> Tensor:
+    """(f(x) - y) / |y| of every token of some windows, (N, D)."""
+    from converter.model import run_layer
+
+    inside = calibration.mask(rows)
+    targets = calibration.targets(rows)[inside]
+    outputs = run_layer(roles, spec, layer, calibration.inputs(rows))[inside]
+    errors: Tensor = (outputs - targets) / targets.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+    return errors
+
+
+def _error(block: Block, spec: ModelSpec, layer: int, calibration: Calibration) -> float:
+    """The root of the mean of |e|^2, over some tokens spread over the text."""
+    import torch
+
+    windows = max(1, min(calibration.count, _MEASURED // calibration.length))
+    rows = torch.arange(windows) * calibration.count // windows
+    parts = rows.split(_micro_batch(calibration))
+    squares = [_errors(block, spec, layer, calibration, part).square().sum(dim=-1) for part in parts]
+    return float(torch.cat(squares).mean().sqrt())

@@ -1,0 +1,96 @@
+"""drop_biases: much less is lost than by zeroing them, what may stay stays, and what is lost is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from walks import EXACT, source, walk
+
+from converter.ops import Block, Calibration, Notes, Op
+from converter.ops.drop_biases import DropBiases, _move_to_v
+from converter.ops.drop_final_norm_bias import DropFinalNormBias
+from converter.ops.gelu_to_swiglu import GeluToSwiglu
+from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
+from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions, RopeSpec
+
+BEFORE = (*EXACT, DropFinalNormBias(), GeluToSwiglu(), LearnedPositionsToRope())
+
+SPEC = ModelSpec(
+    vocab_size=61,
+    hidden_size=12,
+    intermediate_size=16,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    context=16,
+    norm=Norm.RMSNORM,
+    norm_eps=1e-5,
+    activation=Activation.SILU,
+    gated_mlp=True,
+    positions=Positions.ROPE,
+    attention_scales=(8**-0.5,),
+    tied_head=False,
+    rope=RopeSpec(10000.0, 8),
+)
+
+
+@dataclass(frozen=True)
+class ZeroBiases(Op):
+    """What a conversion without calibration would do; the constant `up` alone has no such way out."""
+
+    name = "zero_biases"
+    summary = "for tests"
+
+    def exact(self, spec: ModelSpec) -> bool:
+        return False
+
+    def change(self, spec: ModelSpec) -> ModelSpec:
+        return spec
+
+    def apply(
+        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
+    ) -> Block:
+        return Block({r: t * 0 if r.endswith(".bias") and not r.startswith("up") else t for r, t in block.items()})
+
+
+def test_the_start_beats_zeroed_biases_by_far(tmp_path: Path) -> None:
+    opened = source(tmp_path)
+    rope = "learned_positions_to_rope"
+    folded, zeroed = walk(opened, *BEFORE, DropBiases()), walk(opened, *BEFORE, ZeroBiases(), rows=2)
+    lost = folded.findings.drifts, zeroed.findings.drifts
+    assert folded.kl("drop_biases") - folded.kl(rope) < (zeroed.kl("zero_biases") - zeroed.kl(rope)) / 3, lost
+
+
+@pytest.mark.parametrize(("keep", "target", "left"), [("none", "mistral", set()), ("qkv", "qwen2", {"q", "k", "v"})])
+def test_only_the_biases_that_may_stay_are_left(keep: str, target: str, left: set[str], tmp_path: Path) -> None:
+    walked = walk(source(tmp_path), *BEFORE, DropBiases(keep), target=target, rows=8)  # type: ignore[arg-type]
+    parts = {name.split(".")[-2].removesuffix("_proj") for name in walked.tensors if name.endswith(".bias")}
+    assert parts == left
+    assert walked.plan.target_spec.biases == left
+
+
+def test_every_bias_is_told_with_what_is_lost_of_it(tmp_path: Path) -> None:
+    walked = walk(source(tmp_path), *BEFORE, DropBiases(), rows=8)
+    dropped = walked.findings.dropped[-2]
+    assert {each.name for each in dropped} == {
+        f"layers.{layer}.{part}.bias" for layer in range(2) for part in ("q", "k", "v", "o", "gate", "up", "down")
+    }
+    assert all(each.norm is not None for each in dropped)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_bias_of_o_goes_into_v_exactly_where_it_can(kv_heads: int) -> None:
+    spec = dataclasses.replace(SPEC, num_kv_heads=kv_heads)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(12, 32, generator=generator, dtype=torch.float64)
+    bias = torch.randn(12, generator=generator, dtype=torch.float64)
+    notes = Notes(BlockRef("layer"))
+    moved = _move_to_v(Block({"o.weight": weight, "o.bias": bias}), spec, notes)["v.bias"]
+    heads = moved.view(kv_heads, 8).repeat_interleave(4 // kv_heads, dim=0).flatten()
+    torch.testing.assert_close(weight @ heads, bias, rtol=1e-4, atol=1e-4)
+    assert notes.dropped[0].norm == pytest.approx(0, abs=1e-4)

@@ -1,0 +1,107 @@
+"""fit_blocks: layers come nearer to the source's, by seed, and not at all with no steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from walks import EXACT, source, walk
+
+from converter.errors import RecipeError
+from converter.ops import Block, Calibration, Notes, Op
+from converter.ops.drop_final_norm_bias import DropFinalNormBias
+from converter.ops.fit_blocks import FitBlocks, _schedule, _selections
+from converter.ops.gelu_to_swiglu import GeluToSwiglu
+from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
+from converter.recipe import load_recipe
+from converter.source import SourceModel
+from converter.spec import BlockRef, ModelSpec
+
+BEFORE = (*EXACT, DropFinalNormBias(), GeluToSwiglu(), LearnedPositionsToRope())
+
+
+@dataclass(frozen=True)
+class Damage(Op):
+    """Weaken every MLP."""
+
+    name = "damage"
+    summary = "for tests"
+
+    def exact(self, spec: ModelSpec) -> bool:
+        return False
+
+    def change(self, spec: ModelSpec) -> ModelSpec:
+        return spec
+
+    def apply(
+        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
+    ) -> Block:
+        return block.but(down_weight=0.7 * block["down.weight"]) if ref.kind == "layer" else block
+
+
+def test_fitting_takes_damage_back(tmp_path: Path) -> None:
+    opened = SourceModel.open(models.save(models.llama(), tmp_path))
+    walked = walk(opened, Damage(), FitBlocks(steps=80, rate=1e-2, sequences=4, passes=10))
+    assert walked.kl("fit_blocks") < 0.3 * walked.kl("damage")
+    errors = walked.errors("fit_blocks")
+    assert len(errors["before"]) == len(errors["after"]) == 2
+    assert all(after < 0.7 * before for before, after in zip(errors["before"], errors["after"], strict=True))
+
+
+def test_lost_positions_leave_an_error_that_falls(tmp_path: Path) -> None:
+    errors = walk(source(tmp_path), *BEFORE, FitBlocks(steps=20, sequences=2)).errors("fit_blocks")
+    assert all(after < before for before, after in zip(errors["before"], errors["after"], strict=True))
+
+
+def test_no_steps_change_nothing(tmp_path: Path) -> None:
+    opened = source(tmp_path)
+    unfitted, zero = walk(opened, *BEFORE, rows=4), walk(opened, *BEFORE, FitBlocks(steps=0), rows=4)
+    assert not zero.plan.steps[-2].needed
+    assert all(torch.equal(tensor, zero.tensors[name]) for name, tensor in unfitted.tensors.items())
+
+
+def test_a_seed_gives_the_same_bytes_and_another_one_others(tmp_path: Path) -> None:
+    opened = source(tmp_path)
+    first, again, other = (walk(opened, *BEFORE, FitBlocks(steps=3, seed=seed), rows=8).tensors for seed in (5, 5, 6))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in first.items())
+
+
+def test_micro_batches_add_up_to_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = source(tmp_path)
+    fit = FitBlocks(steps=2, sequences=4)
+    whole = walk(opened, *BEFORE, fit, rows=8).tensors
+    monkeypatch.setattr("converter.ops.fit_blocks._MICRO_BATCH", 72)
+    parts = walk(opened, *BEFORE, fit, rows=8).tensors
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_little_text_means_few_steps(tmp_path: Path) -> None:
+    opened = source(tmp_path)
+    few = walk(opened, *BEFORE, FitBlocks(steps=4), rows=2).tensors
+    many = walk(opened, *BEFORE, FitBlocks(steps=100), rows=2).tensors
+    assert all(torch.equal(tensor, many[name]) for name, tensor in few.items())
+
+
+def test_every_window_is_seen_before_one_is_seen_again() -> None:
+    rows = torch.cat(list(_selections(count=6, sequences=2, steps=6, seed=0, layer=0))).tolist()
+    assert sorted(rows[:6]) == sorted(rows[6:]) == list(range(6))
+    assert torch.cat(list(_selections(6, 2, 6, seed=0, layer=1))).tolist() != rows
+    assert [len(each) for each in _selections(count=3, sequences=8, steps=2, seed=0, layer=0)] == [3, 3]
+
+
+def test_the_rate_warms_up_and_falls_to_nothing() -> None:
+    rates = [_schedule(step, 200) for step in range(200)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) > 0.98
+    assert rates[-1] < 1e-3
+
+
+@pytest.mark.parametrize("override", ["fit_blocks.rate=0", "fit_blocks.rate=.nan", "fit_blocks.sequences=0"])
+def test_a_rate_and_a_batch_of_nothing_are_refused(override: str) -> None:
+    with pytest.raises(RecipeError):
+        load_recipe("gpt2-to-llama", [override])

@@ -1,0 +1,316 @@
+"""GGUF files and Meta's folders (case R8): read by the container's own rule, and written as Hugging Face checkpoints.
+
+The reference is transformers' own class of the model that the files were made from.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import VOCAB, random_ids, run, save, write_ids
+from test_rope_families import LLAMA_LIKE, make
+from transformers import PreTrainedModel
+
+from converter.containers.llama_meta import write_shards
+from converter.conversion import convert
+from converter.errors import CheckpointError, ConverterError, UnsupportedError
+from converter.families.llama_meta import feed_forward_size
+from converter.recipe import load_recipe
+from converter.rope.layout import swap_rows
+from converter.rope.swap import swap
+from converter.source import SourceModel
+from converter.spec import RopeLayout
+from converter.verification import load_any
+
+gguf = pytest.importorskip("gguf")
+
+IDS = random_ids()
+WIDE = {**LLAMA_LIKE, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+WIDE |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048}
+
+
+def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def interleaved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+        if part in name:
+            return swap_rows(tensor, WIDE[heads], 16, 16, RopeLayout.INTERLEAVED)
+    return tensor
+
+
+@torch.no_grad()
+def error(found: torch.Tensor, model: PreTrainedModel) -> float:
+    wanted = model(IDS).logits
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def logits(path: Path) -> torch.Tensor:
+    source = SourceModel.open(path)
+    return run(lambda ref: source.read_block(ref, torch.float32), source.spec, IDS)
+
+
+META_NAMES = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "output.weight",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+
+
+def renamed(name: str, names: dict[str, str]) -> str:
+    for old, new in names.items():
+        name = name.replace(old, new)
+    return name.removeprefix("model.")
+
+
+def meta_folder(folder: Path, model: PreTrainedModel, ranks: int, *, old_embedding: bool = False) -> Path:
+    tensors = {renamed(name, META_NAMES): interleaved(name, tensor) for name, tensor in state(model).items()}
+    folder.mkdir()
+    write_shards(folder, tensors, ranks, 64)
+    if old_embedding:  # LLaMA 1 and 2 cut the embedding along its columns
+        for rank, part in enumerate(tensors["tok_embeddings.weight"].chunk(ranks, dim=1)):
+            shard = torch.load(folder / f"consolidated.{rank:02}.pth")
+            torch.save({**shard, "tok_embeddings.weight": part.clone()}, folder / f"consolidated.{rank:02}.pth")
+    params = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": -1, "norm_eps": 3e-4}
+    params |= {"multiple_of": 32, "ffn_dim_multiplier": 0.565}
+    (folder / "params.json").write_text(json.dumps(params))
+    return folder
+
+
+EVEN = {**WIDE, "vocab_size": 64}
+
+
+class TestMeta:
+    @pytest.mark.parametrize(("ranks", "old"), [(1, False), (2, False), (2, True)])
+    def test_shards_are_merged_and_rotated_interleaved(self, ranks, old, tmp_path):
+        model = make("Llama", EVEN)
+        folder = meta_folder(tmp_path / "meta", model, ranks, old_embedding=old)
+        source = SourceModel.open(folder)
+        assert source.family.name == "llama_meta"
+        assert source.spec.rope is not None
+        assert source.spec.rope.layout is RopeLayout.INTERLEAVED
+        assert source.spec.intermediate_size == 96
+        assert error(logits(folder), model) <= 1e-5
+        with torch.no_grad():
+            assert error(load_any(folder)(IDS).logits, model) <= 1e-5
+
+    def test_to_hf_by_recipe_and_by_swap(self, tmp_path):
+        model = make("Llama", EVEN)
+        folder = meta_folder(tmp_path / "meta", model, 2)
+        convert(folder, tmp_path / "hf", recipe="meta-to-hf", text=[write_ids(tmp_path / "ids.npy")])
+        swap(folder, tmp_path / "swapped", to=RopeLayout.HALF_SPLIT)
+        from transformers import AutoModelForCausalLM
+
+        for result in ("hf", "swapped"):
+            with torch.no_grad():
+                assert error(AutoModelForCausalLM.from_pretrained(tmp_path / result)(IDS).logits, model) <= 1e-5
+            stamp = json.loads((tmp_path / result / "conversion.json").read_text())
+            assert stamp["rope"]["layout"] == "half_split"
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_from_hf_and_back(self, tied, tmp_path):
+        model = make("Llama", {**WIDE, "tie_word_embeddings": tied})
+        save(model, tmp_path / "hf")
+        convert(tmp_path / "hf", tmp_path / "meta", recipe="hf-to-meta")
+        names = {file.name for file in (tmp_path / "meta").iterdir()}
+        assert {"params.json", "consolidated.00.pth", "conversion.json"} <= names
+        assert not {"config.json", "model.safetensors"} & names
+        stored = torch.load(tmp_path / "meta/consolidated.00.pth")
+        wanted = {renamed(name, META_NAMES): interleaved(name, tensor) for name, tensor in state(model).items()}
+        assert stored.keys() == wanted.keys()
+        assert all(torch.equal(stored[name], tensor) for name, tensor in wanted.items())
+        assert error(logits(tmp_path / "meta"), model) <= 1e-5
+        assert SourceModel.open(tmp_path / "meta").spec.tied_head is tied
+
+    def test_uneven_cuts_and_missing_shards_are_errors(self, tmp_path):
+        model = make("Llama", WIDE)
+        with pytest.raises(CheckpointError, match="cannot be cut"):
+            meta_folder(tmp_path / "odd", model, 2)
+        folder = meta_folder(tmp_path / "meta", make("Llama", EVEN), 4)
+        (folder / "consolidated.02.pth").unlink()
+        with pytest.raises(CheckpointError, match=r"consolidated\.02\.pth is missing"):
+            SourceModel.open(folder)
+
+    @pytest.mark.parametrize(
+        ("hidden", "multiple", "factor", "width"),
+        [(4096, 256, None, 11008), (8192, 4096, 1.3, 28672), (4096, 1024, 1.3, 14336), (5120, 256, None, 13824)],
+    )
+    def test_the_width_by_metas_rule(self, hidden, multiple, factor, width):
+        assert feed_forward_size(hidden, multiple, factor) == width
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_file(path: Path, model: PreTrainedModel, architecture: str, kind: str = "F32", **fields: object) -> Path:
+    """A model as llama.cpp's converter would write it: q and k of arch llama interleaved, others as they are."""
+    writer = gguf.GGUFWriter(path, architecture)
+    c = model.config
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_key_length(16)
+    writer.add_value_length(16)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(16)
+    writer.add_vocab_size(c.vocab_size)
+    for key, value in fields.items():
+        writer.add_string(key.replace("__", "."), str(value))
+    quantised = gguf.GGMLQuantizationType[kind]
+    for name, tensor in state(model).items():
+        data = (interleaved(name, tensor) if architecture == "llama" else tensor).numpy()
+        if tensor.ndim == 1 or kind == "F32":
+            writer.add_tensor(renamed(name, GGUF_NAMES), data)
+        else:
+            writer.add_tensor(renamed(name, GGUF_NAMES), gguf.quants.quantize(data, quantised), raw_dtype=quantised)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+class TestGGUF:
+    @pytest.mark.parametrize(
+        ("family", "architecture", "layout"),
+        [("Llama", "llama", "interleaved"), ("Qwen2", "qwen2", "half_split"), ("Qwen3", "qwen3", "half_split")],
+    )
+    def test_the_layout_is_the_architectures(self, family, architecture, layout, tmp_path):
+        model = make(family, WIDE)
+        source = SourceModel.open(gguf_file(tmp_path / "model.gguf", model, architecture))
+        assert source.spec.rope is not None
+        assert source.spec.rope.layout.value == layout
+        assert source.spec.norm_eps == 3e-4
+        assert error(logits(tmp_path / "model.gguf"), model) <= 1e-5
+        assert error(logits(tmp_path), model) <= 1e-5
+        with torch.no_grad():
+            assert error(load_any(tmp_path / "model.gguf")(IDS).logits, model) <= 1e-5
+
+    @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+    def test_becomes_a_hugging_face_checkpoint_of_its_architecture(self, family, tmp_path):
+        model = make(family, WIDE)
+        (tmp_path / "in").mkdir()
+        gguf_file(tmp_path / "in/model.gguf", model, family.lower())
+        swap(tmp_path / "in/model.gguf", tmp_path / "out", to=RopeLayout.HALF_SPLIT)
+        from transformers import AutoModelForCausalLM
+
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert type(loaded).__name__ == f"{family}ForCausalLM"
+        with torch.no_grad():
+            assert error(loaded(IDS).logits, model) <= 1e-5
+
+    @pytest.mark.parametrize(
+        ("kind", "tolerance"), [("F16", 1e-3), ("BF16", 1e-2), ("Q8_0", 1e-2), ("Q4_0", 0.2), ("Q4_1", 0.2)]
+    )
+    def test_kinds_of_tensors(self, kind, tolerance, tmp_path):
+        model = make("Llama", WIDE)
+        source = SourceModel.open(gguf_file(tmp_path / "model.gguf", model, "llama", kind))
+        for name, tensor in state(model).items():
+            found = source.checkpoint.read(renamed(name, GGUF_NAMES)).float()
+            wanted = interleaved(name, tensor)
+            assert float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
+
+    @pytest.mark.parametrize(("kind", "size"), [("Q4_K", 144), ("Q6_K", 210)])
+    def test_k_quants_by_their_definition(self, kind, size, tmp_path):
+        """Blocks of 256 of random bits; Q6_K is (q - 32) * scale * d, Q4_K is d * s * q - dmin * m, written out here."""
+        blocks = np.random.default_rng(0).integers(0, 256, (8, size), dtype=np.uint8)
+        half = np.float16([0.5, 0.25]).view(np.uint8)
+        if kind == "Q4_K":
+            blocks[:, :4] = half
+        else:
+            blocks[:, -2:] = half[:2]
+        writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+        writer.add_tensor("x", blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        from converter.containers.gguf import GGUFFile
+
+        found = GGUFFile(tmp_path / "model.gguf").read("x").numpy().reshape(8, 256)
+        assert np.allclose(found, np.stack([globals()[f"unpack_{kind.lower()}"](block) for block in blocks]))
+
+    def test_others_are_refused(self, tmp_path):
+        model = make("Llama", WIDE)
+        with pytest.raises(UnsupportedError, match="'bloom'"):
+            SourceModel.open(gguf_file(tmp_path / "bloom.gguf", model, "bloom"))
+        with pytest.raises(UnsupportedError, match="Q5_0"):
+            SourceModel.open(gguf_file(tmp_path / "q5.gguf", model, "llama", "Q5_0"))
+        with pytest.raises(UnsupportedError, match="scaled by 'yarn'"):
+            SourceModel.open(gguf_file(tmp_path / "yarn.gguf", model, "llama", llama__rope__scaling__type="yarn"))
+        with pytest.raises(ConverterError, match="unknown to this family"):
+            SourceModel.open(gguf_file(tmp_path / "key.gguf", model, "llama", llama__attention__sink="x"))
+        (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(20))
+        with pytest.raises(CheckpointError, match="sound"):
+            SourceModel.open(tmp_path / "broken.gguf")
+        with pytest.raises(CheckpointError, match="GGUF files"):
+            SourceModel.open(tmp_path)
+
+
+def unpack_q6_k(block: np.ndarray) -> np.ndarray:
+    low, high, scales = block[:128], block[128:192], block[192:208].view(np.int8)
+    d = float(block[208:].view(np.float16)[0])
+    result = np.empty(256)
+    for n in range(256):
+        part, rest = divmod(n, 128)
+        row, column = divmod(rest, 32)
+        nibble = low[64 * part + 32 * (row % 2) + column] >> (4 * (row // 2)) & 15
+        bits = high[32 * part + column] >> (2 * row) & 3
+        result[n] = d * int(scales[n // 16]) * (int(nibble | bits << 4) - 32)
+    return result
+
+
+def unpack_q4_k(block: np.ndarray) -> np.ndarray:
+    d, dmin = (float(x) for x in block[:4].view(np.float16))
+    packed, low = [int(x) for x in block[4:16]], block[16:]
+    result = np.empty(256)
+    for n in range(256):
+        group = n // 32
+        if group < 4:
+            scale, least = packed[group] & 63, packed[group + 4] & 63
+        else:
+            scale = packed[group + 4] & 15 | packed[group - 4] >> 6 << 4
+            least = packed[group + 4] >> 4 | packed[group] >> 6 << 4
+        nibble = low[32 * (n // 64) + n % 32] >> (4 * (group % 2)) & 15
+        result[n] = d * scale * int(nibble) - dmin * least
+    return result
+
+
+def test_recipes_are_exact():
+    for name in ("meta-to-hf", "hf-to-meta", "gguf-to-hf"):
+        assert [step.name for step in load_recipe(name).steps] == ["swap_rope_layout"]
+    assert VOCAB % 2

@@ -1,0 +1,333 @@
+"""`rope swap`: rows move and nothing else; the layout is settled first (cases R2, R3, R5, R6); a kill loses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import random_ids, relative, run, save, write
+from safetensors.torch import load_file, save_file
+from test_rope_families import GPTJ, LLAMA_LIKE, NEOX, make
+
+from converter.errors import ConverterError, UnsupportedError
+from converter.rope import patch, scores
+from converter.rope.moves import unit_edges
+from converter.rope.patch import roll_back, swap_in_place
+from converter.rope.settle import read_stamp
+from converter.rope.swap import swap
+from converter.source import SourceModel
+from converter.spec import RopeLayout
+
+INTERLEAVED, HALF_SPLIT = RopeLayout.INTERLEAVED, RopeLayout.HALF_SPLIT
+
+MODELS = {
+    "llama": ("Llama", LLAMA_LIKE),
+    "llama with biases": ("Llama", LLAMA_LIKE | {"attention_bias": True}),
+    "qwen2": ("Qwen2", {**LLAMA_LIKE, "hidden_size": 96}),
+    "qwen3": ("Qwen3", LLAMA_LIKE),
+    "gpt_neox": ("GPTNeoX", NEOX | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "gptj": ("GPTJ", GPTJ),
+}
+#: Tensors that a swap touches in each of two layers.
+TOUCHED = {"llama": 2, "llama with biases": 4, "qwen2": 4, "qwen3": 4, "gpt_neox": 2, "gptj": 2}
+
+
+def other(layout: RopeLayout) -> RopeLayout:
+    return INTERLEAVED if layout is HALF_SPLIT else HALF_SPLIT
+
+
+def native(folder: Path) -> RopeLayout:
+    rope = SourceModel.open(folder).spec.rope
+    assert rope is not None
+    return rope.layout
+
+
+def logits(folder: Path, layout: RopeLayout) -> torch.Tensor:
+    source = SourceModel.open(folder)
+    assert source.spec.rope is not None
+    spec = source.spec.replace(rope=dataclasses.replace(source.spec.rope, layout=layout))
+    return run(lambda ref: source.read_block(ref, torch.float64), spec, random_ids())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+@pytest.fixture(params=MODELS)
+def case(request, tmp_path: Path) -> tuple[str, Path]:
+    return request.param, save(make(*MODELS[request.param]), tmp_path / "model")
+
+
+class TestCopy:
+    def test_the_function_is_the_same_under_the_other_layout_and_only_head_rows_moved(self, case, tmp_path):
+        name, folder = case
+        before = native(folder)
+        said: list[str] = []
+        report = swap(folder, tmp_path / "out", to=other(before), say=said.append)
+        out = tmp_path / "out"
+        assert relative(logits(out, other(before)), logits(folder, before)) <= 1e-12
+        assert relative(logits(out, before), logits(folder, before)) > 1e-3
+        assert report.score_error <= 1e-12
+        old, new = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
+        changed = [key for key in old if not torch.equal(old[key], new[key])]
+        assert len(changed) == report.tensors == 2 * TOUCHED[name]
+        assert f"{report.tensors} tensors" in said[0]
+        assert read_stamp(out) is other(before)
+        assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+    def test_back_again_is_every_byte_of_the_weights(self, case, tmp_path):
+        _, folder = case
+        before = native(folder)
+        swap(folder, tmp_path / "there", to=other(before))
+        swap(tmp_path / "there", tmp_path / "back", to=before)
+        assert (tmp_path / "back/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+        history = json.loads((tmp_path / "back/conversion.json").read_text())["rope_swaps"]
+        assert [each["to"] for each in history] == [other(before).value, before.value]
+
+    def test_shards_and_other_files(self, tmp_path):
+        model = make("Llama", LLAMA_LIKE)
+        model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+        (tmp_path / "model/notes.txt").write_text("kept")
+        (tmp_path / "model/pytorch_model_old.bin").write_bytes(b"weights of the old order")
+        report = swap(tmp_path / "model", tmp_path / "out", to=INTERLEAVED)
+        assert relative(logits(tmp_path / "out", INTERLEAVED), logits(tmp_path / "model", HALF_SPLIT)) <= 1e-12
+        assert (tmp_path / "out/notes.txt").read_text() == "kept"
+        assert report.left_behind == ("pytorch_model_old.bin",)
+        assert not (tmp_path / "out/pytorch_model_old.bin").exists()
+
+    def test_the_check_of_the_scores_sees_rows_that_are_elsewhere(self, tmp_path, monkeypatch):
+        folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
+        monkeypatch.setattr("converter.rope.swap._write_moved", lambda moves, places: copy_unmoved(moves, places))
+
+        def copy_unmoved(moves, places):
+            for move in moves:
+                data = bytearray(places[move.file].read_bytes())
+                original = move.file.read_bytes()
+                data[move.start : move.start + move.nbytes] = original[move.start : move.start + move.nbytes]
+                places[move.file].write_bytes(data)
+
+        with pytest.raises(ConverterError, match="scores of layer 0 differ"):
+            swap(folder, tmp_path / "out", to=INTERLEAVED)
+        assert not (tmp_path / "out").exists()
+
+    def test_units_that_no_row_leaves(self):
+        import numpy as np
+
+        assert unit_edges(np.array([0, 2, 1, 3, 5, 4])).tolist() == [0, 1, 3, 4, 6]
+
+    def test_scores_are_looked_at_far_enough(self):
+        assert scores.POSITIONS >= 256
+
+
+class TestSettling:
+    def test_stamped_in_the_wanted_layout_is_refused(self, tmp_path):
+        folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
+        swap(folder, tmp_path / "out", to=INTERLEAVED)
+        with pytest.raises(ConverterError, match="interleaved already"):
+            swap(tmp_path / "out", tmp_path / "again", to=INTERLEAVED)
+        assert not (tmp_path / "again").exists()
+
+    def test_unstamped_in_the_declared_layout_is_refused(self, tmp_path):
+        folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
+        with pytest.raises(ConverterError, match="half_split already"):
+            swap(folder, tmp_path / "out", to=HALF_SPLIT)
+
+    @pytest.mark.parametrize("stamped", [True, False])
+    def test_a_claim_that_stamp_or_family_contradict_is_an_error_that_names_both(self, stamped, tmp_path):
+        folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
+        claimed, to = INTERLEAVED, HALF_SPLIT
+        if stamped:
+            swap(folder, tmp_path / "stamped", to=INTERLEAVED)
+            folder, claimed, to = tmp_path / "stamped", HALF_SPLIT, INTERLEAVED
+        before = contents(folder)
+        with pytest.raises(ConverterError) as caught:
+            swap(folder, tmp_path / "out", to=to, claimed=claimed)
+        message = str(caught.value)
+        assert "--from" in message
+        assert ("stamp" if stamped else "family 'llama'") in message
+        assert "interleaved" in message
+        assert "half_split" in message
+        with pytest.raises(ConverterError):
+            swap_in_place(folder, to=to, claimed=claimed)
+        assert contents(folder) == before
+        assert not (tmp_path / "out").exists()
+
+    def test_a_damaged_stamp_is_an_error(self, tmp_path):
+        folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
+        (folder / "conversion.json").write_text('{"rope": {"layout": "sideways"}}')
+        with pytest.raises(ConverterError, match="stamp"):
+            swap(folder, tmp_path / "out", to=INTERLEAVED)
+
+    def test_a_model_without_rope_is_refused(self, tmp_path):
+        from models import gpt2
+
+        with pytest.raises(UnsupportedError, match="no RoPE"):
+            swap(save(gpt2(), tmp_path / "model"), tmp_path / "out", to=INTERLEAVED)
+
+    @pytest.mark.parametrize(
+        ("replaced", "by"),
+        [
+            ("q_proj.weight", {"q_proj.qweight": torch.int32, "q_proj.scales": torch.float16}),  # GPTQ, AWQ
+            ("k_proj.weight", {"k_proj.weight": torch.float8_e4m3fn, "k_proj.weight_scale": torch.float32}),
+            ("q_proj.weight", {"q_proj.weight": torch.uint8, "q_proj.weight.absmax": torch.float32}),
+        ],
+    )
+    def test_quantised_q_or_k_is_refused_by_name(self, replaced, by, tmp_path):
+        folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
+        tensors = load_file(folder / "model.safetensors")
+        stem = "model.layers.0.self_attn."
+        weight = tensors.pop(stem + replaced)
+        for name, dtype in by.items():
+            tensors[stem + name] = torch.zeros(weight.shape).to(dtype)
+        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "some"}}
+        write(folder, config, tensors)
+        with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn\.[qk]_proj\.\w+.*quantised"):
+            swap(folder, tmp_path / "out", to=INTERLEAVED)
+
+    def test_a_pickle_is_refused(self, tmp_path):
+        folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(UnsupportedError, match="pickle"):
+            swap(folder, tmp_path / "out", to=INTERLEAVED)
+
+
+class TestInPlace:
+    def test_equals_the_copy_and_comes_back(self, case, tmp_path):
+        _, folder = case
+        before, bytes_before = native(folder), contents(folder)
+        swap(folder, tmp_path / "copy", to=other(before))
+        report = swap_in_place(folder, to=other(before))
+        assert report.score_error <= 1e-12
+        assert contents(folder) == contents(tmp_path / "copy")
+        assert sorted(file.name for file in folder.iterdir()) == ["config.json", "conversion.json", "model.safetensors"]
+        swap_in_place(folder, to=before)
+        assert contents(folder)["model.safetensors"] == bytes_before["model.safetensors"]
+
+    def test_links_are_refused(self, tmp_path):
+        folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
+        os.link(folder / "model.safetensors", tmp_path / "elsewhere")
+        with pytest.raises(ConverterError, match="link"):
+            swap_in_place(folder, to=INTERLEAVED)
+
+    @pytest.mark.parametrize("finish", ["resume", "roll back"])
+    def test_stopped_at_every_system_call(self, finish, tmp_path, monkeypatch):
+        """Each call that writes, syncs, renames or removes is once the last one."""
+        original = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
+        done = shutil.copytree(original, tmp_path / "done")
+        swap_in_place(done, to=INTERLEAVED)
+        stops = 0
+        for stop in range(200):
+            folder = shutil.copytree(original, tmp_path / f"run{stop}")
+            with monkeypatch.context() as patched:
+                stopped = not run_until(stop, folder, patched)
+            if not stopped:
+                break
+            stops += 1
+            if finish == "resume":
+                finish_swap(folder)
+                assert contents(folder) == contents(done)
+            elif roll_back(folder):
+                assert contents(folder) == contents(original)
+            else:
+                assert contents(folder) in (contents(original), contents(done))
+            assert not (folder / patch.FOLDER).exists()
+            shutil.rmtree(folder)
+        assert stops > 10
+
+    def test_another_direction_does_not_go_on_with_it(self, tmp_path, monkeypatch):
+        folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
+        with monkeypatch.context() as patched:
+            patched.setattr(patch.Journal, "apply", lambda self, moves: (_ for _ in ()).throw(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                swap_in_place(folder, to=INTERLEAVED)
+        with pytest.raises(ConverterError, match="unfinished swap to interleaved"):
+            swap_in_place(folder, to=HALF_SPLIT)
+        assert roll_back(folder)
+        assert not roll_back(folder)
+
+    @pytest.mark.slow
+    def test_killed_at_fifty_random_moments(self, tmp_path):
+        import random
+        import time
+
+        original = save(make("Llama", {**LLAMA_LIKE, "hidden_size": 768, "num_hidden_layers": 12}), tmp_path / "model")
+        done = shutil.copytree(original, tmp_path / "done")
+        start = time.monotonic()
+        subprocess.run(command(done), check=True)
+        took = time.monotonic() - start
+        for _ in range(50):
+            folder = shutil.copytree(original, tmp_path / "run")
+            process = subprocess.Popen(command(folder))
+            time.sleep(took * random.uniform(0.5, 1.0))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            finish_swap(folder)
+            assert contents(folder) == contents(done)
+            shutil.rmtree(folder)
+
+
+class Stopped(BaseException):
+    """As a kill: nothing may catch it."""
+
+
+def run_until(stop: int, folder: Path, patched: pytest.MonkeyPatch) -> bool:
+    """Swap, and die before system call number `stop`; whether it got to the end."""
+    count = 0
+
+    def counted(function):
+        def call(*arguments, **keywords):
+            nonlocal count
+            if count >= stop:  # and every later one: a dead process does nothing more
+                raise Stopped
+            count += 1
+            return function(*arguments, **keywords)
+
+        return call
+
+    for module, name in (
+        (os, "fsync"),
+        (os, "pwrite"),
+        (os, "copy_file_range"),
+        (os, "unlink"),
+        (os, "rmdir"),
+        (os, "mkdir"),
+        (os, "replace"),
+    ):
+        patched.setattr(module, name, counted(getattr(os, name)))
+    try:
+        swap_in_place(folder, to=INTERLEAVED)
+    except Stopped:
+        return False
+    return True
+
+
+def finish_swap(folder: Path) -> None:
+    """Run the command again; one that was done already says so."""
+    try:
+        swap_in_place(folder, to=INTERLEAVED)
+    except ConverterError as error:
+        assert "interleaved already" in str(error)  # noqa: PT017
+        shutil.rmtree(folder / patch.FOLDER, ignore_errors=True)
+
+
+def command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "converter", "rope", "swap", str(folder), "--in-place", "--to", "interleaved"]
+
+
+def test_half_bytes_are_not_a_thing(tmp_path: Path):
+    """bf16 and fp16 rows move as they are."""
+    for dtype in (torch.bfloat16, torch.float16):
+        folder = save(make("Llama", LLAMA_LIKE), tmp_path / str(dtype))
+        tensors = {name: t.to(dtype) for name, t in load_file(folder / "model.safetensors").items()}
+        save_file(tensors, folder / "model.safetensors")
+        swap(folder, tmp_path / f"{dtype}-out", to=INTERLEAVED)
+        assert relative(logits(tmp_path / f"{dtype}-out", INTERLEAVED), logits(folder, HALF_SPLIT)) <= 1e-12
