@@ -218,6 +218,8 @@ class ConfigReader:
                     fix="Keep the scaling that the model was trained with in both",
                 )
             scaling = parameters
+        if scaling is not None and scaling.get("rope_type") == "yarn":
+            self._check_yarn(scaling)
         partial = self._partial_rotary_factor(scaling)
         scaling = self._scaling(scaling) if scaling else None
         rotary_dim = int(head_dim * partial)
@@ -243,6 +245,27 @@ class ConfigReader:
                 fix="Write the rope_type that the model was trained with",
             )
         return None
+
+    def _check_yarn(self, scaling: dict[str, Any]) -> None:
+        """One spelling of the attention factor, and a context that is what factor and original context make."""
+        other = scaling.pop("attn_factor", None)
+        if other is not None and float(scaling.setdefault("attention_factor", other)) != float(other):
+            raise CheckpointError(
+                f"attn_factor is {other} and attention_factor is {scaling['attention_factor']}",
+                where=self.where,
+                why="they are two names of one fact",
+                fix="Keep the one that the model was trained with",
+            )
+        factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+        context = self.config.get("max_position_embeddings")
+        if factor is None or original is None or context is None or float(factor) * original != context:
+            raise CheckpointError(
+                f"YaRN has factor {factor} and original_max_position_embeddings {original}, and "
+                f"max_position_embeddings is {context}",
+                where=self.where,
+                why="the context must be factor times the original one, or readers differ in the frequencies",
+                fix="Write all three",
+            )
 
     def _partial_rotary_factor(self, scaling: dict[str, Any] | None) -> float:
         outer = self.optional("partial_rotary_factor", float)

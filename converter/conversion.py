@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from converter.text import Windows
 from converter.texts import Texts, calibrated_step, gather_texts
 from converter.tokenizer import load_tokenizer, same_ids, write_tokenizer
 from converter.verification import Comparison, compare, load_plain, load_transformers, pick_device, tokens_per_second
-from converter.walk import Findings, Walk
+from converter.walk import Findings, State, Walk
 from converter.writer import CheckpointWriter, parse_size
 from converter.yardstick import yardstick
 
@@ -163,13 +164,27 @@ def _write(plan: Plan, walk: Walk, journal: Journal, folder: Path, shard_size: i
     progress.advance(sum(plan.tensor_bytes(name) for name in finished))
     if (seconds := walk.seconds()) > 1:
         progress.say(f"About {seconds:.0f} s of activations for calibration and measuring.")
-    for number, (_, tensors) in enumerate(walk):
+
+    def write_block(number: int, tensors: dict[str, torch.Tensor], state: State) -> None:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
             progress.advance(plan.tensor_bytes(name))
         tensors.clear()  # one block in memory
         writer.sync()
-        journal.save(number, *walk.state())
+        journal.save(number, *state)
+
+    with ThreadPoolExecutor(max_workers=1) as disk:  # a block is written while the next one is converted
+        written: Future[None] | None = None
+        for number, (_, tensors) in enumerate(walk):
+            if written is not None:
+                written.result()
+            state = walk.state()
+            written = disk.submit(write_block, number, tensors, state)
+            del tensors
+            if state[1]:
+                written.result()  # the walk goes on in the same streams
+        if written is not None:
+            written.result()
     writer.finish()
 
 

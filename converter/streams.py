@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +15,9 @@ from converter.ops import Block, Calibration
 from converter.spec import BlockRef, ModelSpec
 from converter.text import Windows
 from converter.verification import batches
+
+#: Bytes of one stream that are held in memory.
+_IN_MEMORY = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Streams:
 
     def _run(self, states: Tensor | None, variant: Variant, ref: BlockRef, in_place: bool) -> Tensor:
         shape = (*self.windows.ids.shape, variant.spec.hidden_size)
-        result = states if states is not None and in_place else torch.empty(shape, dtype=self.dtype)
+        result = states if states is not None and in_place else _empty(shape, self.dtype)
         for batch in batches(self.windows):
             if states is None:
                 ids = torch.from_numpy(self.windows.ids[batch]).to(self.device)
@@ -156,6 +161,15 @@ class StreamCalibration(Calibration):
 
     def mask(self, rows: Tensor) -> Tensor:
         return self._streams.mask(rows).to(self._streams.device)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor in memory, or above `_IN_MEMORY` in a file of the temporary folder that is gone when it is."""
+    size = math.prod(shape)
+    if size * dtype.itemsize <= _IN_MEMORY:
+        return torch.empty(shape, dtype=dtype)
+    with tempfile.NamedTemporaryFile(prefix="converter-stream-") as file:
+        return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
 
 
 def _relative_error(ours: Tensor, source: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,12 @@ from converter.verification import Comparison, Tally, batches, larger, predictio
 
 #: Predictions whose logits are computed at once; at a vocabulary of 50257 about 100 MB a model.
 _ROWS = 512
+#: Tokens of the calibration text for ops that take a few moments from it; those that follow the source see all.
+_GLANCE = 65536
+
+
+#: What a walk is at, as plain values and as streams by name.
+State = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 @dataclass
@@ -91,13 +98,12 @@ class Walk:
         self.findings = Findings.empty(len(plan.steps))
         self._finished = 0
         prefixes = list(range(len(plan.steps) + 1))
-        calibrated = [prefix for prefix in prefixes[1:] if plan.steps[prefix - 1].op.calibrated]
-        if any(step.op.follows_source for step in plan.steps):
-            calibrated.insert(0, 0)
         self._evaluation = Streams(evaluation, prefixes, dtype, self.device) if evaluation is not None else None
-        self._calibration = (
-            Streams(calibration, calibrated, dtype, self.device) if calibration is not None and calibrated else None
-        )
+        self._calibration: dict[str, Streams] = {}
+        if calibration is not None:
+            texts = {"calibration": calibration, "glance": _spread(calibration, _GLANCE)}
+            for kind, calibrated in _calibrated(plan).items():
+                self._calibration[kind] = Streams(texts[kind], calibrated, dtype, self.device)
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[BlockRef, dict[str, Tensor]]]:
@@ -115,7 +121,7 @@ class Walk:
         names = [name for ref in done for mapping in target.mappings(spec, ref) for name in mapping.names]
         return [full for full in dict.fromkeys(map(target.full_name, names)) if full in self.plan.tensors]
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def state(self) -> State:
         """What another walk needs in order to go on after the block that was handed out last."""
         streams = {name: tensor for kind, each in self._streams() for name, tensor in each.save(kind).items()}
         return {"finished": self._finished, "findings": self.findings.to_dict()}, streams
@@ -146,8 +152,8 @@ class Walk:
         return sum(per_token * streams.windows.ids.size * count * spec.num_layers for streams, count in pairs)
 
     def _streams(self) -> list[tuple[str, Streams]]:
-        named = [("evaluation", self._evaluation), ("calibration", self._calibration)]
-        return [(kind, streams) for kind, streams in named if streams is not None]
+        measured = [("evaluation", self._evaluation)] if self._evaluation is not None else []
+        return [*measured, *self._calibration.items()]
 
     def _convert(self, ref: BlockRef) -> Block:
         source_spec = self.plan.source.spec
@@ -172,11 +178,12 @@ class Walk:
         return current.block
 
     def _calibration_for(self, prefix: int) -> Calibration | None:
-        if self._calibration is None or prefix not in self._calibration.prefixes:
+        source, step = self.plan.source.spec, self.plan.steps[prefix - 1]
+        streams = self._calibration.get("calibration" if step.op.follows_source else "glance")
+        if streams is None or prefix not in streams.prefixes:
             return None
-        source, converted = self.plan.source.spec, self.plan.steps[prefix - 1].before
-        centred = (source.norm, converted.norm) == (Norm.LAYERNORM, Norm.RMSNORM)
-        return StreamCalibration(self._calibration, prefix, centred)
+        centred = (source.norm, step.before.norm) == (Norm.LAYERNORM, Norm.RMSNORM)
+        return StreamCalibration(streams, prefix, centred)
 
     def _advance(self, prefix: int, variant: Variant, ref: BlockRef) -> None:
         if ref.kind == "head":
@@ -216,3 +223,21 @@ class Walk:
                 largest_change = larger(largest_change, (logits[prefix] - logits[prefix - 1]).abs().max())
         findings.comparisons.append(tally.comparison())
         findings.changes.append(largest_change / max(tally.max_logit, 1e-300))
+
+
+def _calibrated(plan: Plan) -> dict[str, list[int]]:
+    """Which prefixes need a stream of the whole calibration text, the source's among them, and which of a part."""
+    kinds: dict[str, list[int]] = {}
+    for prefix, step in enumerate(plan.steps, start=1):
+        if step.op.calibrated and step.needed:
+            kinds.setdefault("calibration" if step.op.follows_source else "glance", []).append(prefix)
+    if "calibration" in kinds:
+        kinds["calibration"].insert(0, 0)
+    return kinds
+
+
+def _spread(windows: Windows, tokens: int) -> Windows:
+    """At most this many tokens, in windows spread evenly over all."""
+    count, length = windows.ids.shape
+    chosen = np.arange(few := max(1, min(count, tokens // length))) * count // few
+    return Windows(windows.ids[chosen], windows.lengths[chosen])

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _METADATA = {"format": "pt"}  # transformers refuses a file that does not say so
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # file systems that cannot reserve space
+_PIECE = 4 << 20  # bytes that are laid out at once: in the cache, and no second copy of a large tensor
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE)
 
@@ -86,11 +87,12 @@ class CheckpointWriter:
         layout = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         assert layout == place.layout, f"{name}: planned {place.layout}, got {layout}"
         assert name not in self._written, f"{name} is written twice"
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         with disk_errors(place.file), place.file.open("r+b", buffering=0) as file:
             file.seek(place.start)
-            while data:  # one call writes 2 GiB at most
-                data = data[file.write(data) :]
+            for piece in _pieces(tensor.detach().cpu()):
+                data = piece.reshape(-1).view(torch.uint8).numpy().data
+                while data:  # one call writes 2 GiB at most
+                    data = data[file.write(data) :]
         self._written.add(name)
         self._unsynced.add(place.file)
 
@@ -162,6 +164,18 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise ConverterError(f"'{text}' is not a size", fix="Write it like 5GB, 500MB or 2GiB.")
     return size
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor's elements in order, as contiguous pieces: a transposed one is laid out a few rows at a time."""
+    if tensor.is_contiguous() or tensor.ndim < 2:
+        yield tensor.contiguous()
+        return
+    rows = max(1, _PIECE // max(1, tensor[0].numel() * tensor.element_size()))
+    buffer = tensor.new_empty(min(rows, len(tensor)), *tensor.shape[1:])
+    for start in range(0, len(tensor), rows):
+        part = tensor[start : start + rows]
+        yield buffer[: len(part)].copy_(part)
 
 
 def _has_header(file: Path, header: bytes, size: int) -> bool:

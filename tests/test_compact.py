@@ -68,3 +68,12 @@ def test_the_recipes_of_targets_with_few_biases_plan(recipe: str, biases: set[st
     )
     assert plan.target_spec.biases == biases
     assert not [name for name in plan.tensors if name.endswith(".bias")] or biases
+
+
+def test_a_refit_swiglu_is_nearer_than_one_curve_for_all(tmp_path: Path) -> None:
+    opened = source(tmp_path)
+    blind = walk(opened, *EXACT, DropFinalNormBias(), GeluToSwiglu(), ROPE)
+    seeing = walk(opened, *EXACT, DropFinalNormBias(), GeluToSwiglu(refit=True), ROPE)
+    errors = [each.findings.own_errors[4][1:3] for each in (seeing, blind)]
+    assert all(now < 0.7 * before for now, before in zip(*errors, strict=True))
+    assert blind.plan.steps[4].op.calibrated is False

@@ -6,10 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+import models
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from walks import EXACT, source, walk
 
+import converter
 from converter.ops import Block, Calibration, Notes, Op
 from converter.ops.drop_biases import DropBiases, _move_to_v
 from converter.ops.drop_final_norm_bias import DropFinalNormBias
@@ -94,3 +97,20 @@ def test_the_bias_of_o_goes_into_v_exactly_where_it_can(kv_heads: int) -> None:
     heads = moved.view(kv_heads, 8).repeat_interleave(4 // kv_heads, dim=0).flatten()
     torch.testing.assert_close(weight @ heads, bias, rtol=1e-4, atol=1e-4)
     assert notes.dropped[0].norm == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize(("target", "cls"), [("mistral", "MistralForCausalLM"), ("qwen2", "Qwen2ForCausalLM")])
+def test_the_targets_load_in_their_own_class_with_the_figures_of_the_walk(
+    target: str, cls: str, tmp_path: Path, text: Path
+) -> None:
+    overrides = ["fit_blocks.steps=2"] + (["narrow_mlp.multiple_of=16"] if target == "mistral" else [])
+    recipe = f"gpt2-to-{target}"
+    report = converter.convert(
+        models.save(models.gpt2(), tmp_path / "gpt2"), tmp_path / "out", recipe=recipe, overrides=overrides, text=[text]
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(loaded).__name__ == cls
+    assert report.verification is not None
+    measured = report.steps[-1].comparison
+    assert measured is not None
+    assert report.verification.total.kl == pytest.approx(measured.total.kl, rel=1e-2)

@@ -246,7 +246,7 @@ class TestGGUF:
 
     @pytest.mark.parametrize(("kind", "size"), [("Q4_K", 144), ("Q6_K", 210)])
     def test_k_quants_by_their_definition(self, kind, size, tmp_path):
-        """Blocks of 256 of random bits; Q6_K is (q - 32) * scale * d, Q4_K is d * s * q - dmin * m, written out here."""
+        """Random blocks of 256: Q6_K is (q - 32) * scale * d, Q4_K is d * s * q - dmin * m, written out here."""
         blocks = np.random.default_rng(0).integers(0, 256, (8, size), dtype=np.uint8)
         half = np.float16([0.5, 0.25]).view(np.uint8)
         if kind == "Q4_K":

@@ -1,4 +1,4 @@
-"""Detection from the weights, on planted weights: rows of a pair whose sin coefficients share a sign, as training makes them.
+"""Detection from the weights, on planted weights: rows of a pair whose sin coefficients share a sign.
 
 `benchmarks/rope_detect.py` does it on trained models, and `docs/rope.md` has the figures.
 """
@@ -34,14 +34,14 @@ def planted(layout: RopeLayout, seed: int = 0, strength: float = 0.6) -> list[tu
     generator = torch.Generator().manual_seed(seed)
     half, hidden = D // 2, 96
     angle = torch.linspace(2.0, -2.5, half)[:, None]
-    cos, sin = angle.cos(), angle.sin()
     layers = []
     for _ in range(LAYERS):
         k = torch.randn(KV_HEADS, D, hidden, generator=generator)
-        a, b = k[:, :half], k[:, half:]
-        turned = torch.cat([cos * a + sin * b, cos * b - sin * a], dim=1)
+        a, b = k.repeat_interleave(HEADS // KV_HEADS, dim=0).chunk(2, dim=1)
+        own = angle + 0.7 * torch.randn(HEADS, 1, 1, generator=generator)
+        turned = torch.cat([own.cos() * a + own.sin() * b, own.cos() * b - own.sin() * a], dim=1)
         q = torch.randn(HEADS, D, hidden, generator=generator)
-        q = q + strength * turned.repeat_interleave(HEADS // KV_HEADS, dim=0)
+        q = q + strength * turned
         pair = (q.reshape(-1, hidden), k.reshape(-1, hidden))
         layers.append(pair if layout is HALF_SPLIT else moved(pair, INTERLEAVED))
     return layers
@@ -66,7 +66,7 @@ def test_either_layout_is_seen(layout, spec):
     found = detect_layers(planted(layout), spec)
     assert found.layout == layout.value
     assert found.fault is None
-    assert found.confidence > 0.95
+    assert found.confidence > 0.7
     assert next(iter(found.evidence["q"])) == next(iter(found.evidence["k"])) == layout.value
 
 

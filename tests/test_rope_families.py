@@ -164,7 +164,7 @@ def test_a_parallel_residual_is_refused_by_a_conversion(family: str, config: dic
     folder = save(make(family, config), tmp_path / "model")
     name = SourceModel.open(folder).family.name
     with pytest.raises(ConverterError):
-        plan_conversion(folder, Recipe("r", name, "llama", ()))
+        plan_conversion(folder, Recipe("r", (name,), "llama", ()))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_parallel_residual_is_refused_by_a_conversion(family: str, config: dic
 )
 def test_a_target_writes_what_it_reads(family: str, target: str, tmp_path: Path):
     source = SourceModel.open(save(make(family, {**LLAMA_LIKE, "hidden_size": 96}), tmp_path / "model"))
-    plan = plan_conversion(tmp_path / "model", Recipe("r", target, target, ()))
+    plan = plan_conversion(tmp_path / "model", Recipe("r", (target,), target, ()))
     from converter.config import ConfigReader
 
     config = plan.target.write_config(plan.target_spec)
@@ -185,7 +185,7 @@ def test_a_target_writes_what_it_reads(family: str, target: str, tmp_path: Path)
 def test_a_target_refuses_what_it_cannot_hold(family: str, target: str, tmp_path: Path):
     folder = save(make(family, {**LLAMA_LIKE, "hidden_size": 96}), tmp_path / "model")
     with pytest.raises(UnsupportedError):
-        plan_conversion(folder, Recipe("r", family.lower(), target, ()))
+        plan_conversion(folder, Recipe("r", (family.lower(),), target, ()))
 
 
 def test_layouts_are_declared():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import Converted, gpt2, random_ids, relative, save
+from test_rope_families import GPTJ, LLAMA_LIKE, NEOX, make
 
 from converter.errors import UnsupportedError
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
@@ -16,7 +17,6 @@ from converter.ops.untie_head import UntieHead
 from converter.recipe import parse_recipe
 from converter.source import SourceModel
 from converter.spec import RopeLayout
-from test_rope_families import GPTJ, LLAMA_LIKE, NEOX, make
 
 MODELS = {
     "llama": ("Llama", LLAMA_LIKE | {"attention_bias": True}),

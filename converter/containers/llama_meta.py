@@ -39,7 +39,9 @@ class LlamaMetaFolder(Container):
         missing = sorted(set(range(max(found) + 1)) - found.keys())
         if missing:
             raise CheckpointError(
-                f"the shard consolidated.{missing[0]:02}.pth is missing", where=str(path), fix="Download the missing file"
+                f"the shard consolidated.{missing[0]:02}.pth is missing",
+                where=str(path),
+                fix="Download the missing file",
             )
         files = [found[rank] for rank in sorted(found)]
         merged = MergedShards(files, params.get("dim"), on_fault)

@@ -28,7 +28,7 @@ class Llama(TargetFamily):
     layout: ClassVar[RopeLayout] = RopeLayout.HALF_SPLIT
     prefix = "model."
     embedding = "embed_tokens.weight"
-    model_class = "LlamaForCausalLM"
+    model_class: ClassVar[str | None] = "LlamaForCausalLM"
     default_token_ids = {"bos_token_id": 1, "eos_token_id": 2}  # noqa: RUF012 - a constant of the class
     default_recipe: ClassVar[str | None] = "llama-to-llama"
     drops = (Drop(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "RoPE frequencies, computed from theta"),)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from converter.config import ConfigReader
 from converter.containers.llama_meta import PARAMS, write_shards
@@ -18,6 +18,9 @@ from converter.families.llama import Llama
 from converter.mapping import Direct, Drop, TensorMapping
 from converter.safetensors_file import SafetensorsFile
 from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions, RopeLayout, RopeSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Meta's scaling since Llama 3.1, by `use_scaled_rope`: the constants of its reference code.
 LLAMA31 = {
@@ -71,14 +74,12 @@ class LlamaMeta(Llama):
         vocabulary = config.config.get("vocab_size")
         config.ignore({"vocab_size": "the embedding has so many rows"})
         if isinstance(vocabulary, int) and vocabulary not in (-1, rows):
-            raise CheckpointError(
-                f"vocab_size is {vocabulary}, and the embedding has {rows} rows", where=config.where
-            )
+            raise CheckpointError(f"vocab_size is {vocabulary}, and the embedding has {rows} rows", where=config.where)
         theta = config.read("rope_theta", float, 10000.0)
         scaled = config.read("use_scaled_rope", bool, False)
         if scaled and theta != 500000.0:
             raise UnsupportedError("use_scaled_rope is known with a rope_theta of 500000 only", where=config.where)
-        config.ignore({key: "inference settings" for key in ("max_batch_size", "max_seq_len", "model_parallel_size")})
+        config.ignore(dict.fromkeys(("max_batch_size", "max_seq_len", "model_parallel_size"), "inference settings"))
         for key in ("moe", "quantization_args", "lora_args", "vision_chunk_size"):
             if config.config.get(key) is not None:
                 raise UnsupportedError(f"params.json has {key}", where=config.where)
@@ -152,7 +153,6 @@ class LlamaMeta(Llama):
             )
         return params
 
-
     def finish(self, folder: Path, spec: ModelSpec) -> None:
         """Write `params.json` and one `consolidated.00.pth` in the place of Hugging Face's files."""
         to_meta_files(folder, folder, ranks=1)
@@ -161,11 +161,11 @@ class LlamaMeta(Llama):
 
 
 def to_meta_files(source: Path, folder: Path, ranks: int) -> None:
-    """Meta's files in `folder`, cut for so many ranks, from `config.json` and safetensors by Meta's names in `source`."""
+    """Meta's files in `folder`, cut for so many ranks, from config.json and safetensors by Meta's names."""
     params = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache", "model_type"):
         params.pop(key, None)
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for file in sorted(source.glob("model*.safetensors")):
         opened = SafetensorsFile(file)
         tensors |= {name: opened.read(name) for name in opened.layout}

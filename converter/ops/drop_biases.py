@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from converter.ops import Block, Calibration, Notes, Op, op, require
+from converter.ops.least_squares import RIDGE, Moments, after_attention, chunks, refit_down
 from converter.spec import LINEARS, BlockRef, ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_RIDGE = 1e-6
 _READERS = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up")}
 
 
@@ -84,8 +84,7 @@ class DropBiases(Op):
                     notes.drop(f"{part}.bias", "in the weights, but for this much", bias * residual)
         if "down" in dropped:
             notes.drop("down.bias", "in down.weight, as far as the neurons can stand in for it", block["down.bias"])
-        after["down.weight"] = _refit_down(block, after, spec, ref.index, calibration)
-        return after
+        return refit_down(after, self.change(spec), block, spec, ref.index, calibration)
 
 
 def _move_to_v(block: Block, spec: ModelSpec, notes: Notes) -> Block:
@@ -100,7 +99,7 @@ def _move_to_v(block: Block, spec: ModelSpec, notes: Notes) -> Block:
     shared = spec.num_heads // spec.num_kv_heads
     columns = weight.double().view(-1, spec.num_kv_heads, shared, spec.head_dim).sum(dim=2).flatten(1)
     gram = columns @ columns.T
-    gram.diagonal().add_(_RIDGE * float(gram.diagonal().mean()) + 1e-300)
+    gram.diagonal().add_(RIDGE * float(gram.diagonal().mean()) + 1e-300)
     shift = columns.T @ torch.linalg.solve(gram, bias.double())
     notes.drop("o.bias", "in v, but for this much", bias.double() - columns @ shift)
     return block.but(v_bias=(had.double() + shift).to(had.dtype))
@@ -108,33 +107,17 @@ def _move_to_v(block: Block, spec: ModelSpec, notes: Notes) -> Block:
 
 def _constant(norm: str, block: Block, spec: ModelSpec, layer: int, calibration: Calibration) -> tuple[Tensor, float]:
     """v (D,) in fp64 with v.n near 1 for the normed states n of a layer, and the root mean square of v.n - 1."""
-    from converter.model import run_attention, run_norm
-    from converter.ops.least_squares import Moments, chunks
+    from converter.model import run_norm
 
     moments = Moments()
     for rows in chunks(calibration):
         states = calibration.inputs(rows)
         if norm == "mlp_norm":
-            states = states + run_attention(block, spec, layer, run_norm(block, "attn_norm", spec, states))
+            states = after_attention(block, spec, layer, states)
         normed = run_norm(block, norm, spec, states)[calibration.mask(rows)]
         moments.add(normed, normed.new_ones(len(normed), 1))
-    v = moments.solve(_RIDGE)[0]
+    v = moments.solve()[0]
     assert moments.gram is not None
     assert moments.cross is not None
     square = float(v @ moments.gram @ v - 2 * v @ moments.cross[:, 0]) / moments.count + 1
     return v, max(square, 0.0) ** 0.5
-
-
-def _refit_down(before: Block, after: Block, spec: ModelSpec, layer: int, calibration: Calibration) -> Tensor:
-    """`down` of the block without biases, refitted to the output of the block with them."""
-    from converter.model import run_attention, run_layer, run_neurons, run_norm
-    from converter.ops.least_squares import Moments, chunks
-
-    moments, down = Moments(), after["down.weight"]
-    for rows in chunks(calibration):
-        states, inside = calibration.inputs(rows), calibration.mask(rows)
-        wanted = run_layer(before, spec, layer, states)
-        states = states + run_attention(after, spec, layer, run_norm(after, "attn_norm", spec, states))
-        neurons = run_neurons(after, spec, run_norm(after, "mlp_norm", spec, states))[inside]
-        moments.add(neurons, (wanted - states)[inside] - neurons @ down.T)
-    return (down.double() + moments.solve(_RIDGE)).to(down.dtype)

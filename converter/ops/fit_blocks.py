@@ -88,13 +88,15 @@ class FitBlocks(Op):
 
         if ref.kind != "layer" or calibration is None or self.steps == 0:
             return block
-        notes.errors["before"] = _error(block, spec, ref.index, calibration)
-        parameters = {role: tensor.float().clone().requires_grad_() for role, tensor in block.items()}
+        before = notes.errors["before"] = _error(block, spec, ref.index, calibration)
+        parameters = {role: tensor.clone().requires_grad_() for role, tensor in block.items()}
+        steps = self._steps(calibration)
         with torch.enable_grad():
-            for step, loss in enumerate(self._fit(parameters, spec, ref.index, calibration), start=1):
-                notes.progress(f"fit {ref}, error {math.sqrt(loss):.1%}", step, self._steps(calibration))
-        fitted = Block({role: tensor.detach().to(block[role].dtype) for role, tensor in parameters.items()})
-        notes.errors["after"] = _error(fitted, spec, ref.index, calibration)
+            for step, loss in enumerate(self._fit(parameters, spec, ref.index, calibration, steps)):
+                notes.progress(f"fit {ref}, error {math.sqrt(loss):.1%}", step, steps)
+        fitted = Block({role: tensor.detach() for role, tensor in parameters.items()})
+        after = notes.errors["after"] = _error(fitted, spec, ref.index, calibration)
+        notes.progress(f"fit {ref}, error {before:.1%} before, {after:.1%} after", steps, steps)
         return fitted
 
     def _steps(self, calibration: Calibration) -> int:
@@ -102,7 +104,7 @@ class FitBlocks(Op):
         return min(self.steps, max(1, self.passes * calibration.count // self.sequences))
 
     def _fit(
-        self, parameters: dict[str, Tensor], spec: ModelSpec, layer: int, calibration: Calibration
+        self, parameters: dict[str, Tensor], spec: ModelSpec, layer: int, calibration: Calibration, steps: int
     ) -> Iterator[float]:
         """Change the parameters in place; yields the loss of each step."""
         import torch
@@ -115,7 +117,6 @@ class FitBlocks(Op):
         optimizer = torch.optim.Adam(groups, lr=self.rate, betas=(0.9, 0.99), fused=True)
         covariance: Tensor | None = None
         metric: Tensor | None = None
-        steps = self._steps(calibration)
         for step, rows in enumerate(_selections(calibration.count, self.sequences, steps, self.seed, layer)):
             for group in optimizer.param_groups:
                 group["lr"] = self.rate * group["scale"] * _schedule(step, steps)

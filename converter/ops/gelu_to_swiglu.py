@@ -6,6 +6,10 @@ so unit k has the gate row a_k w (bias a_k b + s_k), the up row e_k w (bias c_k 
 neuron's own column of `down`. With K = 1 the up rows are zero and the up bias is a constant. The
 constants are in `swiglu_fits`; SiLU and quick-GELU are exact, the GELUs and ReLU approximate. With K
 units the MLP is K times as wide.
+
+With `refit` an approximate fit looks at the data. For K = 1 every neuron takes from a ladder of slopes a the one
+whose silu(a z) is nearest to a multiple of f(z) on the neuron's own pre-activations z. For any K, `down` and its bias
+then follow by least squares (ridge, fp64) against what the MLP gave before.
 """
 
 from __future__ import annotations
@@ -14,11 +18,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from converter.ops import Block, Calibration, Notes, Op, op, require
+from converter.ops.least_squares import after_attention, chunks, refit_down
 from converter.ops.swiglu_fits import EXACT, FITS
 from converter.spec import Activation, BlockRef, ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+#: Slopes a that a neuron may take for K = 1; one for all is 1.74.
+_LADDER = tuple(1.4 + 0.05 * step for step in range(17))
+#: Tokens that they are chosen on: a choice among few.
+_SLOPE_TOKENS = 8192
 
 
 @op
@@ -27,15 +37,27 @@ class GeluToSwiglu(Op):
     """Replace a plain MLP by a gated one with `units` gated units a neuron."""
 
     units: Literal[1, 2, 3] = 1
+    refit: bool = False
 
     name = "gelu_to_swiglu"
     summary = "draw every neuron's activation with gated SiLU units"
+
+    @property
+    def calibrated(self) -> bool:  # type: ignore[override]  # it depends on a parameter here
+        """Whether it needs activations."""
+        return self.refit
 
     def exact(self, spec: ModelSpec) -> bool:
         return spec.activation in EXACT
 
     def change(self, spec: ModelSpec) -> ModelSpec:
         require(not spec.gated_mlp, self.name, "the MLP is gated already")
+        require(
+            not self.refit or (spec.pre_norm and not spec.parallel_residual),
+            self.name,
+            "refit needs an MLP that reads the attention's output",
+            "Set refit to false",
+        )
         fits = sorted(units for activation, units in FITS if activation is spec.activation)
         require(
             self.units in fits,
@@ -53,7 +75,6 @@ class GeluToSwiglu(Op):
     def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
-        import torch
 
         if ref.kind != "layer":
             return block
@@ -64,17 +85,52 @@ class GeluToSwiglu(Op):
 
         def rows(factor: str, offset: str) -> tuple[Tensor, Tensor]:
             parts = [(getattr(unit, factor), getattr(unit, offset)) for unit in fit]
-            return (
-                torch.cat([weight * scale for scale, _ in parts]),
-                torch.cat([bias * scale + shift for scale, shift in parts]),
-            )
+            weights = [weight * scale if scale else weight.new_zeros(1, 1).expand_as(weight) for scale, _ in parts]
+            return _joined(weights, dim=0), _joined([bias * scale + shift for scale, shift in parts], dim=0)
 
         gate_weight, gate_bias = rows("a", "s")
         up_weight, up_bias = rows("e", "c")
-        return block.but(
+        result = block.but(
             gate_weight=gate_weight,
             gate_bias=gate_bias,
             up_weight=up_weight,
             up_bias=up_bias,
-            down_weight=torch.cat([block["down.weight"]] * len(fit), dim=1),
+            down_weight=_joined([block["down.weight"]] * len(fit), dim=1),
         )
+        if calibration is None or self.exact(spec):
+            return result
+        if self.units == 1:
+            slopes = _slopes(block, spec, ref.index, calibration) / fit[0].a
+            result["gate.weight"] = gate_weight * slopes[:, None]
+            result["gate.bias"] = gate_bias * slopes
+            result["up.bias"] = up_bias / slopes
+        return refit_down(result, self.change(spec), block, spec, ref.index, calibration)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenated; a single part as it is, with no copy."""
+    import torch
+
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def _slopes(block: Block, spec: ModelSpec, layer: int, calibration: Calibration) -> Tensor:
+    """For each neuron the slope of `_LADDER` that fits its pre-activations best, (H,)."""
+    import torch
+
+    from converter.model import activate, run_norm
+
+    width = spec.intermediate_size
+    along, square = (block["up.weight"].new_zeros(len(_LADDER), width) for _ in range(2))
+    for rows in chunks(calibration, _SLOPE_TOKENS):
+        states = after_attention(block, spec, layer, calibration.inputs(rows))[calibration.mask(rows)]
+        z = run_norm(block, "mlp_norm", spec, states) @ block["up.weight"].T
+        z = z + block["up.bias"] if "up.bias" in block else z
+        wanted = activate(spec.activation, z)
+        for place, slope in enumerate(_LADDER):
+            drawn = activate(Activation.SILU, slope * z)
+            along[place] += (drawn * wanted).sum(dim=0)
+            square[place] += drawn.square().sum(dim=0)
+    # |f - c s|^2 is least at c = (f.s)/(s.s), by (f.s)^2/(s.s) below |f|^2.
+    gains = along.square() / square.clamp_min(1e-30)
+    return torch.tensor(_LADDER).to(gains)[gains.argmax(dim=0)]

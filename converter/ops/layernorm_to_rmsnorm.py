@@ -20,8 +20,8 @@ from converter.spec import BlockRef, ModelSpec, Norm
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Rows that are centred at once in fp64, so that an embedding matrix needs no fp64 copy.
-_ROWS = 4096
+#: Rows that are taken to fp64 at once: few enough to stay in the cache, and no large matrix needs a copy.
+_ROWS = 256
 
 
 @op
@@ -70,15 +70,25 @@ class LayerNormToRMSNorm(Op):
 
 
 def centre_rows(table: Tensor) -> Tensor:
-    """Each row of (N, D) less its mean, computed in fp64."""
+    """Each row of (N, D) less its mean, which is computed in fp64."""
+    import torch
+
     centred = table.new_empty(table.shape)
+    if table.is_meta:
+        return centred
     for start in range(0, table.shape[0], _ROWS):
-        rows = table[start : start + _ROWS].double()
-        centred[start : start + _ROWS] = rows - rows.mean(dim=1, keepdim=True)
+        rows = table[start : start + _ROWS]
+        means = rows.mean(dim=1, keepdim=True, dtype=torch.float64).to(table.dtype)
+        torch.sub(rows, means, out=centred[start : start + _ROWS])
     return centred
 
 
 def fold_bias(weight: Tensor, shift: Tensor, bias: Tensor | None) -> Tensor:
     """The bias that makes W n + bias' = W (n + shift) + bias, computed in fp64."""
-    folded = weight.double() @ shift.double()
+    import torch
+
+    if weight.is_meta:
+        return weight.new_empty(weight.shape[0])
+    precise = shift.double()
+    folded = torch.cat([rows.double() @ precise for rows in weight.split(_ROWS)])
     return (folded if bias is None else folded + bias.double()).to(weight.dtype)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converter.ops import Block, Calibration, Notes, Op, op, require
+from converter.ops.least_squares import RIDGE, Moments, after_attention, chunks
 from converter.spec import BlockRef, ModelSpec
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 #: Rounds in which neurons are taken away; between them `down` is refitted and the rest judged anew.
 _ROUNDS = 16
-_RIDGE = 1e-6
 
 
 @op
@@ -70,7 +70,7 @@ class NarrowMLP(Op):
         if calibration is None:
             return _keep(block, torch.arange(width), block["down.weight"][:, :width])
         mean, gram = _moments(block, spec, ref.index, calibration, about_mean="down.bias" in block)
-        gram.diagonal().add_(_RIDGE * float(gram.diagonal().mean()))
+        gram.diagonal().add_(RIDGE * float(gram.diagonal().mean()))
         down = block["down.weight"].double()
         kept, narrow = choose(gram, down, width)
         result = _keep(block, kept, narrow.to(block["down.weight"].dtype))
@@ -116,13 +116,11 @@ def _moments(
     block: Block, spec: ModelSpec, layer: int, calibration: Calibration, about_mean: bool
 ) -> tuple[Tensor, Tensor]:
     """Mean (H,) and second moments (H, H) of the neurons' activations; the mean is zero unless `about_mean`."""
-    from converter.model import run_attention, run_neurons, run_norm
-    from converter.ops.least_squares import Moments, chunks
+    from converter.model import run_neurons, run_norm
 
     moments, total = Moments(), None
     for rows in chunks(calibration):
-        states = calibration.inputs(rows)
-        states = states + run_attention(block, spec, layer, run_norm(block, "attn_norm", spec, states))
+        states = after_attention(block, spec, layer, calibration.inputs(rows))
         neurons = run_neurons(block, spec, run_norm(block, "mlp_norm", spec, states))[calibration.mask(rows)]
         moments.add(neurons)
         sums = neurons.double().sum(dim=0)

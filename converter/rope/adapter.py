@@ -171,4 +171,3 @@ def _refuse_hidden(name: str, modules: dict[str, _Rotating], file: Path) -> None
     """A tensor of q or k under a name that we do not know must not stay behind."""
     if any(f".{module}." in f".{name}." for module in modules):
         raise UnsupportedError(f"'{name}' belongs to q or k in a way that is not known", where=str(file), fix=_MERGE)
-

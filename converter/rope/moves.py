@@ -159,21 +159,6 @@ def refuse_quantised(checkpoint: Checkpoint) -> None:
             )
 
 
-def read_rows(file: Path, start: int, nbytes: int) -> bytes:
-    """Bytes of a file."""
-    with file.open("rb", buffering=0) as handle:
-        handle.seek(start)
-        data = bytearray()
-        while len(data) < nbytes:
-            piece = handle.read(nbytes - len(data))
-            if not piece:
-                raise CheckpointError("the file became shorter while it was read", where=str(file))
-            if len(piece) == nbytes:
-                return piece
-            data += piece
-        return bytes(data)
-
-
 def write_move(move: Move, source: int, target: int, *, source_start: int | None = None) -> None:
     """Move one tensor from open file `source` (at `source_start`) to its place in open file `target`."""
     start = move.start if source_start is None else source_start

@@ -7,6 +7,7 @@ that. The states are random and sparse, so that only a few columns of each weigh
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from converter.checkpoint import TensorInfo
 from converter.errors import UnsupportedError, VerificationError
 from converter.rope.layout import head_counts
-from converter.rope.moves import Move, read_rows, rotating_mappings, stored_rows
+from converter.rope.moves import Move, rotating_mappings, stored_rows
 from converter.source import SourceModel
 from converter.spec import ModelSpec, QKNorm, RopeLayout
 
@@ -26,9 +27,8 @@ Places = dict[str, tuple[Path, int]]
 POSITIONS = 256
 #: Largest difference over the largest score; the sums are the same numbers in another order.
 TOLERANCE = 1e-12
-_COLUMNS = 32
+_COLUMNS = 16
 _QUERIES = 8
-_CHUNK = 8 << 20
 _NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
@@ -72,34 +72,32 @@ def _read_layer(source: SourceModel, layer: int, places: Places) -> dict[str, Ar
             continue
         info = source.checkpoint.tensors[source.names[mapping.names[0]]]
         wide = len(info.shape) == 2
-        rows = read_columns(*places[info.name], info, columns if wide else np.array([0]))
+        rows = read_columns(*places[info.name], info, columns if wide else slice(0, 1))
         for role, own in stored_rows(mapping, info.shape[0]).items():
             if role in heads:
                 found[role] = rows[own] if wide else rows[own, 0]
     return found
 
 
-def read_columns(file: Path, start: int, info: TensorInfo, columns: npt.NDArray[np.int64]) -> Array:
-    """Some columns of a tensor whose bytes begin at `start`, in fp64, read a few megabytes at a time."""
+def read_columns(file: Path, start: int, info: TensorInfo, columns: slice) -> Array:
+    """Some columns of a tensor whose bytes begin at `start`, in fp64; only their pages are read."""
     shape, dtype = info.shape, info.dtype
     if dtype not in _NUMPY:
         raise UnsupportedError(f"'{info.name}' is of type {dtype}, which is no plain weight", where=str(file))
-    row_bytes = info.nbytes // shape[0]
-    step = max(1, _CHUNK // row_bytes)
-    parts = []
-    for row in range(0, shape[0], step):
-        count = min(step, shape[0] - row)
-        data = np.frombuffer(read_rows(file, start + row * row_bytes, count * row_bytes), _NUMPY[dtype])
-        chosen = data.reshape(count, -1)[:, columns]
-        if dtype == "bfloat16":
-            chosen = (chosen.astype(np.uint32) << 16).view(np.float32)
-        parts.append(chosen.astype(np.float64))
-    return np.concatenate(parts)
+    mapped = np.memmap(file, np.uint8, "r", start, (info.nbytes,))  # of bytes: any place is aligned
+    rows = mapped.reshape(shape[0], -1)
+    width = rows.shape[1] // math.prod(shape[1:])
+    chosen = np.ascontiguousarray(rows[:, columns.start * width : columns.stop * width]).view(_NUMPY[dtype])
+    if dtype == "bfloat16":
+        chosen = (chosen.astype(np.uint32) << 16).view(np.float32)
+    return chosen.astype(np.float64)
 
 
-def _columns(hidden: int, layer: int) -> npt.NDArray[np.int64]:
-    chosen = np.random.default_rng(layer).choice(hidden, size=min(_COLUMNS, hidden), replace=False)
-    return np.sort(chosen)
+def _columns(hidden: int, layer: int) -> slice:
+    """Neighbours, so that few pages are read; others in each layer."""
+    count = min(_COLUMNS, hidden)
+    first = int(np.random.default_rng(layer).integers(hidden - count + 1))
+    return slice(first, first + count)
 
 
 def _scores(roles: dict[str, Array], spec: ModelSpec, layout: RopeLayout, layer: int) -> Array:

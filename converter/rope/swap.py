@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from converter.checkpoint import Checkpoint
 from converter.errors import ConverterError
+from converter.hub import local_path
 from converter.output import OutputFolder, disk_errors
 from converter.rope.moves import Move, plan_moves, refuse_quantised, rotating_mappings, total_bytes, write_move
 from converter.rope.scores import here, verify_scores
@@ -53,6 +54,7 @@ class SwapReport:
 
 def open_source(path: Path) -> SourceModel:
     """A checkpoint that may be swapped; raises where q or k is quantised."""
+    path = local_path(path)
     refuse_quantised(Checkpoint.open(path))
     return SourceModel.open(path)
 
@@ -109,7 +111,7 @@ def _through_conversion(
     settlement = settle(source, None, declared_voices(source, None, claimed), claimed, look(source, text))
     family = str(source.checkpoint.config.get("general.architecture", "llama"))
     step = SwapRopeLayout(to="half_split" if to is RopeLayout.HALF_SPLIT else "interleaved")
-    recipe = Recipe(f"{source.family.name}-to-{family}", source.family.name, family, (step,))
+    recipe = Recipe(f"{source.family.name}-to-{family}", (source.family.name,), family, (step,))
     texts = [text] if text is not None else []
     convert(source.checkpoint.opened, target, recipe=recipe, text=texts, overwrite=overwrite)
     needed = step.needed(source.spec)
