@@ -259,6 +259,8 @@ def evaluate(folder: Path, split: str) -> None:
                 null_scores.append(found.score)
                 false_alarms += verdict(found) != "unknown"
     total = sum(tally.values())
+    if not total:
+        raise SystemExit(f"{folder} has no trained model of the split '{split}'")
     print(f"{split}: {tally} of {total} variants; at 95 % confidence at most {3 / total:.1%} wrong if none was")
     print(f"nulls: {false_alarms} of {len(null_scores)} taken for trained; highest score {max(null_scores):.1f}")
 

@@ -1,6 +1,6 @@
 """Continue a few prompts with several checkpoints, side by side.
 
-    python examples/generate.py examples/tiny-gpt2 demo-output/tiny-llama
+python examples/generate.py examples/tiny-gpt2 demo-output/tiny-llama
 """
 
 from __future__ import annotations
