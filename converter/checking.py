@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converter.checkpoint import Checkpoint, TensorInfo
-from converter.errors import CheckpointError, UnsupportedError, reporting
+from converter.errors import CheckpointError, UnsupportedError, paragraph, reporting
 from converter.hub import local_path
 from converter.source import SourceModel
 
@@ -36,7 +36,7 @@ class Fault:
     @classmethod
     def of(cls, error: CheckpointError, *, remark: bool = False) -> Fault:
         """From what a rule has found."""
-        what = ". ".join(part.rstrip(".") for part in (error.what, error.why) if part)
+        what = paragraph(error.what, error.why).rstrip(".")
         return cls(Path(error.where or ""), error.tensor, what, error.fix, remark)
 
     def to_dict(self) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def convert(
     progress = progress or _Silent()
     plan = plan_conversion(source, recipe, overrides, dtype)
     for warning in warnings(plan.source):
-        progress.say(f"Note: {warning}.")
+        progress.say(f"Note: {warning.rstrip('.')}.")
     device = pick_device(device)
     shard_size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     with OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=plan.source.checkpoint.opened) as output:

@@ -8,6 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def paragraph(*parts: str | None) -> str:
+    """Parts as sentences, each but the first with a capital."""
+    sentences = (part if part.endswith((".", "?", "!")) else part + "." for part in parts if part)
+    return " ".join(sentence[0].upper() + sentence[1:] if n else sentence for n, sentence in enumerate(sentences))
+
+
 class ConverterError(Exception):
     """Bad usage or bad input. The command line shows it as one paragraph and exits with `exit_code`.
 
@@ -22,9 +28,7 @@ class ConverterError(Exception):
         self.what, self.where, self.why, self.fix = what, where, why, fix
 
     def __str__(self) -> str:
-        parts = [f"{self.where}: {self.what}" if self.where else self.what, self.why, self.fix]
-        sentences = (part if part.endswith((".", "?", "!")) else part + "." for part in parts if part)
-        return " ".join(sentence[0].upper() + sentence[1:] if n else sentence for n, sentence in enumerate(sentences))
+        return paragraph(f"{self.where}: {self.what}" if self.where else self.what, self.why, self.fix)
 
 
 class CheckpointError(ConverterError):

@@ -27,13 +27,15 @@ class OutputFolder:
     An exception removes the partial folder, unless it was resumed or `keep_partial` has been set
     because there is work in it worth resuming; an interrupt keeps it, as a kill would. With `resume` an
     earlier run's folder is taken over where there is one, which `resumed` tells. Raises
-    `ConverterError` on entering, before anything is written, where the target must not be touched.
+    `ConverterError` before anything is written, where the target must not be touched.
     """
 
     def __init__(
         self, target: Path, overwrite: bool = False, resume: bool = False, *, source: Path | None = None
     ) -> None:
         self.target = target.resolve()  # through a link, so that the rename stays on one disk
+        if not self.target.name:
+            raise ConverterError("the output folder is the root", where=str(target), fix="Name a folder of its own.")
         self.partial = self.target.with_name(f".{self.target.name}.partial")
         self.keep_partial = False
         self.resumed = False

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -86,6 +86,8 @@ def make_plan(source: SourceModel, recipe: Recipe, dtype: DtypeName | None = Non
 
     `dtype` is that of the result; None keeps the source's.
     """
+    if dtype is not None and dtype not in get_args(DtypeName):
+        raise ConverterError(f"'{dtype}' is no dtype of a result", fix=did_you_mean(dtype, get_args(DtypeName)))
     if source.family.name not in recipe.sources:
         sources = " or ".join(f"a '{name}'" for name in recipe.sources)
         raise RecipeError(
@@ -116,7 +118,7 @@ def _with_cast(recipe: Recipe, dtype: DtypeName | None, source_dtype: str) -> Re
         if dtype is not None:
             steps[-1] = Cast(dtype)
     else:
-        kept = source_dtype if source_dtype in ("float32", "bfloat16", "float16") else "float32"
+        kept = source_dtype if source_dtype in get_args(DtypeName) else "float32"
         steps.append(Cast(dtype or cast(DtypeName, kept)))
         places.append("--dtype")
     return dataclasses.replace(recipe, steps=tuple(steps), places=tuple(places))

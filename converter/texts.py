@@ -41,8 +41,14 @@ def gather_texts(plan: Plan, text: Sequence[Path], eval_text: Sequence[Path]) ->
 
     Raises ConverterError where a calibrated op has no text.
     """
-    calibration, evaluation, description = _documents(plan, text, eval_text)
     settings, spec = plan.recipe, plan.source.spec
+    if spec.context < 2:
+        raise ConverterError(
+            f"a model with a context of {spec.context} predicts nothing from text, so nothing can be measured",
+            where=plan.source.where,
+            fix="Use --no-verify, and a recipe without calibrated ops",
+        )
+    calibration, evaluation, description = _documents(plan, text, eval_text)
     if not evaluation:
         if (step := calibrated_step(plan)) is not None:
             raise ConverterError(

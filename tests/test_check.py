@@ -425,3 +425,10 @@ def test_json(single: Path) -> None:
     assert (found["sound"], found["full"], found["path"]) == (False, True, str(single))
     assert [(each["file"], each["tensor"]) for each in found["faults"]] == [(str(single / SINGLE), WPE)]
     assert [(each["file"], each["tensor"]) for each in found["remarks"]] == [(str(single / SINGLE), WTE)]
+
+
+def test_a_fault_with_a_reason_reads_as_sentences(tmp_path: Path) -> None:
+    tensors = models.tensors_of(models.gpt2())
+    del tensors["transformer.ln_f.bias"]
+    (fault,) = converter.check(models.write(tmp_path, models.config_of(models.gpt2()), tensors))
+    assert fault.what == "tensor 'ln_f.bias' is missing. A gpt2 of this config has it"

@@ -351,6 +351,21 @@ def test_a_calibrated_op_without_text_is_an_error(evaluated: bool, tmp_path: Pat
     assert "--text" in message
 
 
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_context_of_one_is_converted_but_not_measured(measured: bool, tmp_path: Path) -> None:
+    source = models.save(models.gpt2(n_positions=1), tmp_path / "source")
+    if measured:
+        assert "--no-verify" in refused(ConverterError, tmp_path, source, recipe="gpt2-to-llama-naive")
+    else:
+        converter.convert(source, tmp_path / "out", recipe="gpt2-to-llama-naive", verify=False)
+
+
+def test_a_dtype_that_no_result_has_is_refused(tmp_path: Path) -> None:
+    source = models.save(models.gpt2(), tmp_path / "source")
+    message = refused(ConverterError, tmp_path, source, recipe="gpt2-to-llama-naive", dtype="int8")
+    assert "'int8' is no dtype" in message
+
+
 def test_an_op_that_does_not_fit_is_told_with_the_recipes_line(tmp_path: Path) -> None:
     source = models.save(models.gpt2(), tmp_path / "source")
     recipe = tmp_path / "source" / "mine.yaml"

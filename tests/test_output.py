@@ -119,6 +119,11 @@ def test_the_current_directory_is_no_target(tmp_path: Path, monkeypatch: pytest.
     assert "current directory" in refusal(tmp_path / "out")
 
 
+def test_the_root_is_no_target() -> None:
+    with pytest.raises(ConverterError, match="the root"):
+        OutputFolder(Path("/"), overwrite=True)
+
+
 def test_an_unfinished_conversion_is_resumed_or_started_again(tmp_path: Path) -> None:
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "half").touch()
