@@ -296,7 +296,7 @@ def convert(
 @click.option("--text", multiple=True, required=True, type=_FILE, help="Text to compare on.")
 @click.option("--tokens", default=65536, show_default=True, type=click.IntRange(min=2), help="At most so many tokens.")
 @click.option("--context", type=click.IntRange(min=2), help="Length of a window. Default: what both allow.")
-@click.option("--max-kl", type=float, help="Fail above this KL, nats per token.")
+@click.option("--max-kl", type=click.FloatRange(min=0), help="Fail above this KL, nats per token.")
 @_device
 @_as_json
 def verify(

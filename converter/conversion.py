@@ -25,7 +25,7 @@ from converter.recipe import Recipe, load_recipe, with_overrides
 from converter.report import EXACT_TOLERANCE, ConversionReport, Cost, StepReport, model_card
 from converter.source import SourceModel
 from converter.spec import ModelSpec, Positions, blocks
-from converter.text import Windows
+from converter.text import Windows, as_paths
 from converter.texts import Texts, calibrated_step, gather_texts
 from converter.tokenizer import load_tokenizer, same_ids, write_tokenizer
 from converter.verification import Comparison, compare, load_plain, load_transformers, pick_device, tokens_per_second
@@ -91,8 +91,8 @@ def convert(
     *,
     recipe: str | Recipe | None = None,
     overrides: Iterable[str] = (),
-    text: Sequence[str | Path] = (),
-    eval_text: Sequence[str | Path] = (),
+    text: str | Path | Sequence[str | Path] = (),
+    eval_text: str | Path | Sequence[str | Path] = (),
     dtype: DtypeName | None = None,
     device: str = "auto",
     max_shard_size: str | int = "5GB",
@@ -118,7 +118,7 @@ def convert(
         output.check_space(plan.output_bytes)
         texts = None
         if verify or calibrated_step(plan) is not None:
-            texts = gather_texts(plan, [Path(p) for p in text], [Path(p) for p in eval_text])
+            texts = gather_texts(plan, as_paths(text), as_paths(eval_text))
         source_hash = SourceHash(plan.source.checkpoint).start()
         evaluation = texts.evaluation if texts and verify else None
         walk = Walk(plan, texts.calibration if texts else None, evaluation, device=device, progress=progress.detail)

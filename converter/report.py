@@ -115,17 +115,20 @@ _ROUNDING, _AMPLIFIED = 1e-4, 3.0
 
 def unexplained_drift(steps: Sequence[StepReport]) -> str | None:
     """The first block whose output drifts by more than its ops and its input explain, in a sentence."""
+    so_far: tuple[float, ...] = ()
     for step in steps:
         entering = 0.0
         for depth, (drift, own) in enumerate(zip(step.drift, step.own_error, strict=True)):
-            explained = _ROUNDING if step.exact and not entering > _ROUNDING else _AMPLIFIED * (entering + own)
-            if drift > max(explained, _ROUNDING):
+            already = so_far[depth] if so_far else 0.0
+            explained = already if step.exact else max(already, _AMPLIFIED * (entering + own))
+            if drift > explained + _ROUNDING:
                 block = "embeddings" if depth == 0 else f"layers.{depth - 1}"
                 return (
                     f"after {step.name}, {block} is the first block to drift by more than its ops explain: its output "
                     f"by {drift:.1%}, its input by {entering:.1%}, its own ops by {own:.1%}"
                 )
             entering = drift
+        so_far = step.drift or so_far
     return None
 
 

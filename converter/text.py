@@ -57,8 +57,13 @@ class Windows:
         return int((self.lengths - 1).sum())
 
 
+def as_paths(files: str | Path | Sequence[str | Path]) -> list[Path]:
+    """One file or several, as paths."""
+    return [Path(file) for file in ([files] if isinstance(files, (str, Path)) else files)]
+
+
 def read_documents(
-    paths: Sequence[Path],
+    files: Sequence[Path],
     tokenizer: PreTrainedTokenizerFast | None,
     *,
     vocab_size: int,
@@ -75,7 +80,7 @@ def read_documents(
     Raises `ConverterError` for a file that is missing, empty, damaged or of another kind, for a text with
     no tokenizer to read it, and for ids that a vocabulary of `vocab_size` does not have.
     """
-    if not paths:
+    if not files:
         raise ConverterError("No text was given", fix="Name at least one .txt, .npy or .bin file")
     if end_of_text is not None and not 0 <= end_of_text < vocab_size:
         raise ConverterError(
@@ -84,7 +89,7 @@ def read_documents(
             fix="Take the id from the model's config (bos_token_id or eos_token_id)",
         )
     documents: list[Document] = []
-    for path in paths:
+    for path in files:
         if not path.is_file():
             raise ConverterError(
                 "There is no such file",

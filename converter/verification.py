@@ -22,7 +22,7 @@ from converter.families import Family, TargetFamily, get_family
 from converter.hub import local_path
 from converter.source import SourceModel
 from converter.spec import blocks
-from converter.text import Windows, read_documents, windows
+from converter.text import Windows, as_paths, read_documents, windows
 from converter.tokenizer import load_tokenizer, same_ids
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def verify(
     a: str | Path,
     b: str | Path,
     *,
-    text: Sequence[str | Path],
+    text: str | Path | Sequence[str | Path],
     tokens: int = 65536,
     context: int = 0,
     device: str = "auto",
@@ -280,7 +280,7 @@ def verify(
         raise ConverterError(f"the models see {longest} tokens at most", where=f"--context {context}")
     opening = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
     documents = read_documents(
-        [Path(path) for path in text],
+        as_paths(text),
         tokenizers[0] or tokenizers[1],
         vocab_size=config.vocab_size,
         end_of_text=opening if isinstance(opening, int) and opening < config.vocab_size else None,

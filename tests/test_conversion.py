@@ -465,3 +465,9 @@ def test_overrides_of_a_recipe_object_are_applied_too(tmp_path: Path) -> None:
     recipe = plan_conversion(source, NAIVE).recipe
     plan = plan_conversion(source, recipe, ["gelu_to_swiglu.units=3"])
     assert plan.target_spec.intermediate_size == 240
+
+
+def test_a_single_text_needs_no_list(tmp_path: Path, text: Path) -> None:
+    source = models.save(models.gpt2(), tmp_path / "source")
+    assert converter.convert(source, tmp_path / "out", recipe=NAIVE, text=text).verification is not None
+    assert converter.verify(source, tmp_path / "out", text=str(text)).total.kl > 0

@@ -137,3 +137,11 @@ def test_batches_cover_all_windows_once():
     windows = Windows(np.zeros((7, 1500), dtype=np.int64), np.full(7, 1500))
     covered = [row for batch in batches(windows) for row in range(batch.start, batch.stop)]
     assert covered == list(range(7))
+
+
+def test_an_exact_step_is_not_blamed_for_the_drift_of_lossy_ones_before_it():
+    lossy = StepReport("a", {}, False, True, (), {}, drift=(0.5, 0.6), own_error=(0.5, 0.1))
+    exact = dataclasses.replace(lossy, name="b", exact=True)
+    assert unexplained_drift([lossy, exact]) is None
+    worse = dataclasses.replace(exact, drift=(0.5, 0.7))
+    assert "after b, layers.0" in (unexplained_drift([lossy, worse]) or "")
