@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 #: Steps over which the rate rises: Adam's second moments mean nothing before.
 _WARMUP = 10
 #: Biases learn so much faster. A rotated bias grows from zero to a norm of several, to draw a function of the
-#: distance; at the rate of the weights it gets a tenth of the way (docs/conversion.md, "What did not help").
+#: distance; at the rate of the weights it gets a twentieth of the way (docs/conversion.md, "What did not help").
 _BIAS_RATE = 60.0
 #: Share of the newest errors in their covariance, and steps between two inversions of it.
 _NEWEST, _INVERSION = 0.05, 10
