@@ -166,6 +166,9 @@ def peak_memory() -> None:
         def mask(self, rows: torch.Tensor) -> torch.Tensor:
             return torch.ones(len(rows), 512, dtype=torch.bool)
 
+        def source_block(self, ref: BlockRef) -> Block:
+            raise LookupError("a layer is fitted without it")
+
     block_bytes = sum(tensor.nbytes for tensor in target.values())
     source_bytes = 4 * 12 * spec.hidden_size**2
     graph = graph_bytes(target, spec, states[:8])

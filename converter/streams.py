@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -143,8 +143,9 @@ class StreamCalibration(Calibration):
     Its own stream has not passed the block yet, and the source's has.
     """
 
-    def __init__(self, streams: Streams, prefix: int, centred: bool) -> None:
+    def __init__(self, streams: Streams, prefix: int, centred: bool, source_block: Callable[[BlockRef], Block]) -> None:
         self._streams, self._prefix, self._centred = streams, prefix, centred
+        self._source_block = source_block
         self.count, self.length = streams.windows.ids.shape
 
     def batches(self) -> Iterator[Tensor]:
@@ -161,6 +162,9 @@ class StreamCalibration(Calibration):
 
     def mask(self, rows: Tensor) -> Tensor:
         return self._streams.mask(rows).to(self._streams.device)
+
+    def source_block(self, ref: BlockRef) -> Block:
+        return self._source_block(ref)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

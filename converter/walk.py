@@ -165,7 +165,7 @@ class Walk:
         self._advance(0, current, ref)
         source = current if self._evaluation is not None and ref.kind == "head" else None
         for prefix, step in enumerate(self.plan.steps, start=1):
-            notes = Notes(ref, origins)
+            notes = Notes(ref, origins, dict(self.findings.facts[prefix - 1]))
             notes.progress = self.progress or notes.progress
             block = step.op.apply(current.block, step.before, ref, notes, self._calibration_for(prefix))
             assert block.keys() == block_shapes(step.after, ref).keys(), f"{step.op.name} gives {ref} other roles"
@@ -183,7 +183,11 @@ class Walk:
         if streams is None or prefix not in streams.prefixes:
             return None
         centred = (source.norm, step.before.norm) == (Norm.LAYERNORM, Norm.RMSNORM)
-        return StreamCalibration(streams, prefix, centred)
+
+        def source_block(ref: BlockRef) -> Block:
+            return self.plan.source.read_block(ref, self.dtype, self.device)
+
+        return StreamCalibration(streams, prefix, centred, source_block)
 
     def _advance(self, prefix: int, variant: Variant, ref: BlockRef) -> None:
         if ref.kind == "head":

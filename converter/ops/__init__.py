@@ -65,6 +65,10 @@ class Calibration(ABC):
     def mask(self, rows: Tensor) -> Tensor:
         """Where (B, T) there is a token and no padding."""
 
+    @abstractmethod
+    def source_block(self, ref: BlockRef) -> Block:
+        """Any block of the source, as it is before all ops."""
+
 
 @dataclass
 class Notes:
@@ -73,6 +77,8 @@ class Notes:
     block: BlockRef
     #: Role -> the tensor of the source that it came from, for messages.
     origins: Mapping[str, str] = field(default_factory=dict)
+    #: The facts that the op noted of the blocks before this one, added up.
+    earlier: Mapping[str, float] = field(default_factory=dict)
     dropped: list[Dropped] = field(default_factory=list)
     #: Figures that add up over the blocks.
     facts: dict[str, float] = field(default_factory=dict)

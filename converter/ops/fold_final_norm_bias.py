@@ -1,25 +1,30 @@
 """Fold the final norm's bias b into the head W, which has no bias of its own. Lossy, calibrated.
 
-The head should compute W (h + b) from h = g x/rms(x). A constant is not linear in h, but over the
-states that a model really has, some v makes v.h close to 1, so
+The head should compute W (h + b) from h = g x/rms(x). Two things together come close to it.
+
+A constant c on the stream that the final norm reads, put into the bias of the last layer's `down`, which no other layer
+sees: g (x + c)/rms(x) = h + g c/rms(x), so c = rho b/g gives b rho/rms(x). rho makes that closest to b over
+real states: E[1/rms] / E[1/rms^2]. c is centred, as the stream is.
+
+The rest is a multiple of W b that changes little from state to state. A constant is not linear in h, but over
+the states that a model really has, v.h can be close to what is missing, so
 
     W' = W + (W b) v^T   gives   W' h = W h + (v.h) W b.
 
-What is left over, s = v.h - 1, moves the logits along r = W b only, so its cost is a convex function of
-one number a state: KL(s) with slope E_q[r] - E_p[r] and curvature Var_q[r], where p are the right
-probabilities and q those after the shift. v is found by Newton's method on the summed KL, started at
-the plain least squares; ridge and fp64, because a centred stream makes the Gram matrix of h singular.
+What is left over moves the logits along r = W b only, so its cost is a convex function of one number a state,
+with slope E_q[r] - E_p[r] and curvature Var_q[r], where p are the right probabilities and q those of the result.
+v is found by Newton's method on the summed KL; ridge and fp64, because a centred stream makes the Gram matrix of h
+singular. Put the op last: a layer that is fitted to the source afterwards would take c away again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converter.ops import Block, Calibration, Notes, Op, op, require
-from converter.spec import BlockRef, ModelSpec
+from converter.spec import HEAD, BlockRef, ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +33,13 @@ if TYPE_CHECKING:
 _STATES = 32768
 #: States whose logits are held at once.
 _CHUNK = 256
+#: Windows that pass the last layer at once.
+_WINDOWS = 8
+#: Gains below this part of the largest would ask for a shift out of proportion.
+_SMALL_GAIN = 1e-3
+#: How much of c is tried, and on how many states: a large c would also change the rms that it is divided by.
+_PARTS, _SAMPLE = (0.0, 0.5, 1.0), 2048
+_SHIFT = "shift of the stream"
 
 
 @op
@@ -64,64 +76,101 @@ class FoldFinalNormBias(Op):
     def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
+        last = ref.kind == "layer" and ref.index == spec.num_layers - 1
+        if last and spec.final_norm_bias and "down.bias" in block and calibration is not None:
+            return self._shift_stream(block, spec, ref, notes, calibration)
         if ref.kind != "head" or not spec.final_norm_bias:
             return block
-        bias, head = block["final_norm.bias"], block["head.weight"]
-        notes.drop("final_norm.bias", "in head.weight, as far as a linear map can hold a constant", bias)
+        bias = block["final_norm.bias"]
+        notes.drop("final_norm.bias", "in the last down.bias and in head.weight, as far as they can hold it", bias)
         result = block.without("final_norm.bias")
         if calibration is None:
             return result
-        states = _normed_states(result, spec.replace(final_norm_bias=False), calibration)
-        shift = (head.double() @ bias.double()).to(head.dtype)
-        v, residual = self._fit(states, head, bias, shift)
-        notes.facts["rms of v.h - 1"] = residual
-        return result.but(head_weight=head + shift[:, None] * v.to(head.dtype))
+        return self._fold(block, spec, notes, calibration)
 
-    def _fit(self, states: Tensor, head: Tensor, bias: Tensor, shift: Tensor) -> tuple[Tensor, float]:
-        """v (D,) in fp64, and the root mean square of v.h - 1."""
+    def _shift_stream(
+        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration
+    ) -> Block:
+        """The last layer with c in the bias of `down`; with as much of it as makes the KL smallest."""
         import torch
 
+        from converter.model import run_layer
+
+        parts = [
+            run_layer(block, spec, ref.index, calibration.inputs(rows))[calibration.mask(rows)]
+            for rows in torch.arange(calibration.count).split(_WINDOWS)
+        ]
+        states = torch.cat(parts)
+        inverse = (states.double().square().mean(dim=-1) + spec.norm_eps).rsqrt()
+        rho = float(inverse.mean() / inverse.square().mean())
+        head_block = calibration.source_block(HEAD)
+        sample = states[:: max(1, len(states) // _SAMPLE)]
+        shifts = [part * rho for part in _PARTS]
+        costs = [self._fit(head_block, spec, sample, shift)[1] for shift in shifts]
+        best = shifts[costs.index(min(costs))]
+        notes.facts[_SHIFT] = best
+        bias = block["down.bias"]
+        return block.but(down_bias=bias + (best * _direction(head_block)).to(bias.dtype))
+
+    def _fold(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration) -> Block:
+        """The head with what the shifted stream does not give it."""
+        import torch
+
+        states = torch.cat(list(calibration.batches()))
+        states = states[:: max(1, len(states) // _STATES)]
+        shift = notes.earlier.get(_SHIFT, 0.0)
+        original = states - (shift * _direction(block)).to(states.dtype)
+        v, notes.facts["KL of the fold"] = self._fit(block, spec, original, shift)
+        bias, head = block["final_norm.bias"], block["head.weight"]
+        r = (head.double() @ bias.double()).to(head.dtype)
+        return block.without("final_norm.bias").but(head_weight=head + r[:, None] * v.to(head.dtype))
+
+    def _fit(self, head_block: Block, spec: ModelSpec, original: Tensor, shift: float) -> tuple[Tensor, float]:
+        """v (D,) in fp64 for states (N, D) that are to be shifted, and the mean KL, nats per token, that is left."""
+        import torch
+
+        from converter.model import run_final_norm
+
+        bias, head = head_block["final_norm.bias"], head_block["head.weight"]
+        r = (head.double() @ bias.double()).to(head.dtype)
+        plain, after = head_block.without("final_norm.bias"), spec.replace(final_norm_bias=False)
+        wanted = run_final_norm(plain, after, original) + bias
+        states = run_final_norm(plain, after, original + (shift * _direction(head_block)).to(original.dtype))
         h = states.double()
-        gram = h.T @ h / len(h)
-        ridge = self.ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        v = torch.linalg.solve(gram + ridge, h.mean(dim=0))
+        v = h.new_zeros(h.shape[1])
         for _ in range(self.iterations):
-            slope, curvature = self._moments(states, head, bias, shift, h @ v - 1)
+            slope, curvature, _ = self._moments(states, wanted, head, r, h @ v)
             weighted = h.T @ (h * curvature[:, None]) / len(h)
-            scale = self.ridge * weighted.diagonal().mean()
+            ridge = self.ridge * weighted.diagonal().mean()
             step = torch.linalg.solve(
-                weighted + scale * torch.eye(len(weighted), dtype=h.dtype, device=h.device),
+                weighted + ridge * torch.eye(len(weighted), dtype=h.dtype, device=h.device),
                 (h * slope[:, None]).mean(dim=0),
             )
             v = v - step
-        return v, float((h @ v - 1).square().mean().sqrt())
+        return v, float(self._moments(states, wanted, head, r, h @ v)[2].mean())
 
     @staticmethod
-    def _moments(states: Tensor, head: Tensor, bias: Tensor, shift: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        """Slope E_q[r] - E_p[r] and curvature Var_q[r] of the KL of each state, both (N,)."""
+    def _moments(states: Tensor, wanted: Tensor, head: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Slope E_q[r] - E_p[r], curvature Var_q[r] and the KL itself of each state, all (N,)."""
         import torch
 
-        slopes, curvatures = [], []
-        for rows, offsets in zip(states.split(_CHUNK), s.split(_CHUNK), strict=True):
-            logits = (rows + bias) @ head.T
-            p = logits.softmax(dim=-1)
-            q = (logits + offsets[:, None].to(logits.dtype) * shift).softmax(dim=-1)
-            mean_q = q @ shift
-            slopes.append(mean_q - p @ shift)
-            curvatures.append((q @ shift.square() - mean_q.square()).clamp_min(1e-12))
-        return torch.cat(slopes).double(), torch.cat(curvatures).double()
+        slopes, curvatures, kls = [], [], []
+        for start in range(0, len(states), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            log_p = (wanted[part] @ head.T).log_softmax(dim=-1)
+            log_q = (states[part] @ head.T + s[part, None].to(head.dtype) * r).log_softmax(dim=-1)
+            p, q = log_p.exp(), log_q.exp()
+            mean_q = q @ r
+            slopes.append(mean_q - p @ r)
+            curvatures.append((q @ r.square() - mean_q.square()).clamp_min(1e-12))
+            kls.append((p * (log_p - log_q)).sum(dim=-1))
+        return torch.cat(slopes).double(), torch.cat(curvatures).double(), torch.cat(kls).double()
 
 
-def _normed_states(head_block: Block, spec: ModelSpec, calibration: Calibration) -> Tensor:
-    """What the head reads, (N, D), without the bias; spread evenly over the calibration text."""
+def _direction(head_block: Block) -> Tensor:
+    """C (b/g) in fp64, the direction of c; a gain of zero lets nothing through, so nothing is put there."""
     import torch
 
-    from converter.model import run_final_norm
-
-    def batches() -> Iterator[Tensor]:
-        for states in calibration.batches():
-            yield run_final_norm(head_block, spec, states)
-
-    states = torch.cat(list(batches()))
-    stride = max(1, len(states) // _STATES)
-    return states[::stride]
+    gain, bias = head_block["final_norm.weight"].double(), head_block["final_norm.bias"].double()
+    quotient = torch.where(gain.abs() > _SMALL_GAIN * gain.abs().max(), bias / gain, torch.zeros_like(gain))
+    return quotient - quotient.mean()
