@@ -155,7 +155,7 @@ def peak_memory() -> None:
         count, length = states.shape[:2]
 
         def batches(self):  # type: ignore[no-untyped-def]
-            raise NotImplementedError
+            raise LookupError("a layer is fitted by windows")
 
         def inputs(self, rows: torch.Tensor) -> torch.Tensor:
             return states[rows]

@@ -8,14 +8,13 @@ this one, never half of one.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converter.errors import ConverterError
-from converter.output import disk_errors
+from converter.output import disk_errors, fsync
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,9 +62,9 @@ class Journal:
             fresh = self.folder / "state.json.new"
             fresh.write_text(json.dumps(content), encoding="utf-8")
             for path in (self.folder / name, fresh):
-                _fsync(path)
+                fsync(path)
             fresh.replace(self.folder / "state.json")
-            _fsync(self.folder)
+            fsync(self.folder)
             for old in self.folder.glob("streams-*.safetensors"):
                 if old.name != name:
                     old.unlink()
@@ -73,11 +72,3 @@ class Journal:
     def remove(self) -> None:
         """The walk is over."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

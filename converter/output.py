@@ -89,7 +89,7 @@ class OutputFolder:
             self._check_target()  # once more: the conversion may have taken hours
             for folder, _, files in os.walk(self.partial):
                 for name in (*files, "."):
-                    _fsync(Path(folder, name))
+                    fsync(Path(folder, name))
             replaces = self.target.exists() and any(self.target.iterdir())
             if replaces:
                 shutil.rmtree(self._replaced, ignore_errors=True)
@@ -101,7 +101,7 @@ class OutputFolder:
                     self._replaced.rename(self.target)
                 raise
             self._committed = True
-            _fsync(self.target.parent)
+            fsync(self.target.parent)
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def _check_place(self) -> None:
@@ -169,7 +169,8 @@ def _disk_error(error: OSError, path: Path) -> ConverterError:
     return ConverterError(what, where=str(error.filename or path), fix=fix)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Force a file or a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
