@@ -1,9 +1,11 @@
-"""Train the embedded example: a small GPT-2 on the source of the Python standard library.
+"""Train a small model on the source of the Python standard library: a GPT-2, an openai-gpt or an OPT.
 
-    python examples/train_tiny_gpt2.py --out examples/tiny-gpt2
+    python examples/train_example.py --out examples/tiny-gpt2
+    python examples/train_example.py --family openai-gpt --context 256 --tokens 8_000_000 --rate 1e-3 --out runs/openai-gpt
+    python examples/train_example.py --family opt --context 256 --tokens 8_000_000 --out runs/opt
 
-Rebuilds the checkpoint and its tokenizer from nothing but the running interpreter. The held-out
-modules of `converter.corpus` are never trained on. About an hour on two cores.
+The first line rebuilds the embedded example and its tokenizer from nothing but the running interpreter, in about an
+hour on two cores. The held-out modules of `converter.corpus` are never trained on.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from pathlib import Path
 import click
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    OpenAIGPTConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from converter.corpus import held_out_documents, training_documents
 
@@ -47,7 +57,30 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> to
     return torch.tensor(ids, dtype=torch.long)
 
 
-def held_out_loss(model: GPT2LMHeadModel, stream: torch.Tensor, context: int) -> float:
+def make_config(
+    family: str, vocab: int, context: int, layers: int, hidden: int, heads: int, end: int
+) -> PreTrainedConfig:
+    """A config of that family's own class, without dropout: one pass over little text has no need of it."""
+    tokens = {"vocab_size": vocab, "bos_token_id": end, "eos_token_id": end}
+    if family == "opt":
+        return OPTConfig(
+            **tokens,
+            pad_token_id=None,
+            max_position_embeddings=context,
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            ffn_dim=4 * hidden,
+            num_attention_heads=heads,
+            word_embed_proj_dim=hidden,
+            dropout=0.0,
+        )
+    shape = {"n_positions": context, "n_embd": hidden, "n_layer": layers, "n_head": heads}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    kind = OpenAIGPTConfig if family == "openai-gpt" else GPT2Config
+    return kind(**tokens, **shape, **dropout)
+
+
+def held_out_loss(model: PreTrainedModel, stream: torch.Tensor, context: int) -> float:
     """Mean next-token loss over consecutive windows, in nats per token."""
     windows = stream[: stream.numel() // context * context].view(-1, context)
     model.eval()
@@ -64,7 +97,7 @@ def rate_at(step: int, steps: int, peak: float, warmup: int = 200) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def save(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write the checkpoint in half precision, leaving the model in training as it is."""
     copy.deepcopy(model).half().save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -72,6 +105,7 @@ def save(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, out: Path) 
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write the checkpoint to.")
+@click.option("--family", default="gpt2", show_default=True, type=click.Choice(["gpt2", "openai-gpt", "opt"]))
 @click.option("--tokens", default=16_000_000, show_default=True, help="Tokens to train on.")
 @click.option("--layers", default=4, show_default=True)
 @click.option("--hidden", default=192, show_default=True)
@@ -83,6 +117,7 @@ def save(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, out: Path) 
 @click.option("--seed", default=0, show_default=True)
 def main(
     out: Path,
+    family: str,
     tokens: int,
     layers: int,
     hidden: int,
@@ -93,25 +128,14 @@ def main(
     rate: float,
     seed: int,
 ) -> None:
-    """Train a small GPT-2 on the standard library and save it in Hugging Face format."""
+    """Train a small model on the standard library and save it in Hugging Face format."""
     torch.manual_seed(seed)
     documents = training_documents()
     tokenizer = train_tokenizer(documents, vocab)
     train, held_out = token_stream(tokenizer, documents), token_stream(tokenizer, list(held_out_documents().values()))
     end = tokenizer.eos_token_id
-    config = GPT2Config(
-        vocab_size=vocab,
-        n_positions=context,
-        n_embd=hidden,
-        n_layer=layers,
-        n_head=heads,
-        bos_token_id=end,
-        eos_token_id=end,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    model = GPT2LMHeadModel(config)
+    config = make_config(family, vocab, context, layers, hidden, heads, end)
+    model = AutoModelForCausalLM.from_config(config)
     steps = math.ceil(tokens / (batch * context))
     print(f"{model.num_parameters():,} parameters, {train.numel():,} tokens of text, {steps:,} steps", flush=True)
 
