@@ -1,8 +1,8 @@
 """Train a small model on the source of the Python standard library: a GPT-2, an openai-gpt or an OPT.
 
     python examples/train_example.py --out examples/tiny-gpt2
-    python examples/train_example.py --family openai-gpt --context 256 --tokens 8_000_000 --rate 1e-3 --out runs/openai-gpt
-    python examples/train_example.py --family opt --context 256 --tokens 8_000_000 --out runs/opt
+    python examples/train_example.py --family openai-gpt --context 256 --rate 1e-3 --out runs/openai-gpt
+    python examples/train_example.py --family opt --context 256 --out runs/opt
 
 The first line rebuilds the embedded example and its tokenizer from nothing but the running interpreter, in about an
 hour on two cores. The held-out modules of `converter.corpus` are never trained on.
