@@ -114,6 +114,11 @@ class Walk:
             yield ref, tensors
             del tensors  # one block in memory
 
+    @property
+    def has_text(self) -> bool:
+        """Whether there are activations to compute."""
+        return bool(self._streams())
+
     def finished_names(self) -> list[str]:
         """Target names of the tensors of all finished blocks."""
         spec, target = self.plan.target_spec, self.plan.target
@@ -159,7 +164,7 @@ class Walk:
         source_spec = self.plan.source.spec
         current = Variant(self.plan.source.read_block(ref, self.dtype, self.device), source_spec)
         mappings = self.plan.source.family.mappings(source_spec, ref)
-        origins = {role: mapping.names[0] for mapping in mappings for role in mapping.roles}
+        origins = {role: mapping.names[0] for mapping in mappings if mapping.names for role in mapping.roles}
         for _, streams in self._streams():
             streams.begin_block()
         self._advance(0, current, ref)

@@ -97,11 +97,14 @@ class CheckpointWriter:
         self._unsynced.add(place.file)
 
     def sync(self) -> None:
-        """Force what was written to the disk: call it before noting anywhere that it is there."""
-        for path in sorted(self._unsynced):
+        """Force what was written to the disk: call it before noting anywhere that it is there.
+
+        Another thread may write at the same time: what it has written by now is on the disk, too.
+        """
+        for path in sorted(self._unsynced.copy()):
+            self._unsynced.discard(path)  # before the sync: what is written during it is noted again
             with disk_errors(path), path.open("rb") as file:
                 os.fsync(file.fileno())
-        self._unsynced.clear()
 
     def finish(self) -> None:
         """Check that the layout is filled, and sync."""
