@@ -66,13 +66,13 @@ class _Silent:
 
 
 def plan_conversion(
-    source: str | Path,
+    source: str | Path | SourceModel,
     recipe: str | Recipe | None = None,
     overrides: Iterable[str] = (),
     dtype: DtypeName | None = None,
 ) -> Plan:
     """The plan for a checkpoint and a recipe (a shipped name, a file, or None for the family's own)."""
-    opened = SourceModel.open(source)
+    opened = source if isinstance(source, SourceModel) else SourceModel.open(source)
     if recipe is None:
         recipe = opened.family.recipe_for(opened.spec)
         if recipe is None:
@@ -110,17 +110,18 @@ def convert(
     exact op did not keep the function or the written files compute something else than the conversion.
     """
     progress = progress or _Silent()
-    plan = plan_conversion(source, recipe, overrides, dtype)
-    for warning in warnings(plan.source):
+    opened = SourceModel.open(source)
+    source_hash = SourceHash(opened.checkpoint).start()
+    plan = plan_conversion(opened, recipe, overrides, dtype)
+    for warning in warnings(opened):
         progress.say(f"Note: {warning.rstrip('.')}.")
     device = pick_device(device)
     shard_size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    with OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=plan.source.checkpoint.opened) as output:
+    with OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=opened.checkpoint.opened) as output:
         output.check_space(plan.output_bytes)
         texts = None
         if verify or calibrated_step(plan) is not None:
             texts = gather_texts(plan, as_paths(text), as_paths(eval_text))
-        source_hash = SourceHash(plan.source.checkpoint).start()
         evaluation = texts.evaluation if texts and verify else None
         walk = Walk(plan, texts.calibration if texts else None, evaluation, device=device, progress=progress.detail)
         journal = Journal(output.partial, _fingerprint(plan, texts, shard_size, verify))
