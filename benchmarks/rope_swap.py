@@ -1,24 +1,31 @@
-"""Speed and memory of `rope swap`, beside `cp --reflink=never`, on a 7B-shaped checkpoint.
+"""Speed and memory of `rope swap`, beside `cp --reflink=never`, on a 7B-shaped checkpoint; and kills.
 
-    python benchmarks/rope_swap.py FOLDER [--gigabytes 4] [--runs 3]
+    python benchmarks/rope_swap.py FOLDER [--gigabytes 4] [--runs 3] [--kills 50]
 
 Writes a bf16 checkpoint of random weights in the shape of a 7B LLaMA with 32 query and 8 key-value heads,
 as many layers as fit, into FOLDER, and alternates cp, the copying swap and the swap in place. Everything is
 fsynced on both sides; the source is read once before each run, so that it is in the page cache as far as it fits.
-Times are those of the work inside the process, after torch is imported; the whole command is told beside them.
+Times are those of the work inside the process, after its libraries are imported; the whole command is told beside
+them, and the peak memory beyond that of the interpreter with them. A kill is of the swap in place, at a random
+moment after its journal appeared; it is then finished or rolled back, and every byte compared with what it has to be.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
-import resource
+import random
 import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+
+from converter.spec import RopeLayout
+from converter.stamp import read_stamp
 
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 11008, 32, 8, 128, 32000
 CONFIG = {
@@ -96,9 +103,8 @@ def copy(source: Path, target: Path) -> float:
 
 _CHILD = """
 import json, sys, time
-import torch, numpy
 from pathlib import Path
-from converter.rope import detect, patch, swap
+from converter.rope import patch, swap
 from converter.spec import RopeLayout
 def memory(key):  # kB
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
@@ -130,12 +136,70 @@ def detection(source: Path) -> dict[str, float]:
     from converter.rope.detect import detect_source
     from converter.source import SourceModel
 
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     opened = SourceModel.open(source)
     detect_source(opened)
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     size = sum(info.nbytes for name, info in opened.checkpoint.tensors.items() if "q_proj" in name or "k_proj" in name)
-    return {"seconds": seconds, "gb": size / 1e9, "seconds_per_gb": seconds / (size / 1e9)}
+    return {"seconds": seconds, "cpu_seconds": cpu, "gb": size / 1e9, "seconds_per_gb": seconds / (size / 1e9)}
+
+
+def in_place_command(source: Path, *more: str) -> list[str]:
+    """The command line of a swap in place."""
+    return [sys.executable, "-m", "converter", "rope", "swap", str(source), "--in-place", *more]
+
+
+def digest(source: Path) -> str:
+    """Of all weights."""
+    found = hashlib.sha256()
+    for file in sorted(source.glob("*.safetensors")):
+        with file.open("rb", buffering=0) as content:
+            while piece := content.read(1 << 22):
+                found.update(piece)
+    return found.hexdigest()
+
+
+def start_and_wait(command: list[str], journal: Path) -> subprocess.Popen[bytes]:
+    """A swap in place, when it has begun its journal."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not journal.exists() and process.poll() is None:
+        time.sleep(0.001)
+    return process
+
+
+def kill(source: Path, kills: int, seed: int = 0) -> None:
+    """Kill swaps at random moments, finish or undo them, and compare; raises where bytes differ."""
+    choose, journal = random.Random(seed), source / ".rope-swap"
+    digests, states = {}, ["interleaved", "half_split"]
+    if read_stamp(source) is RopeLayout.INTERLEAVED:  # left by an earlier run
+        states.reverse()
+    for state in states:
+        process = start_and_wait(in_place_command(source, "--to", state), journal)
+        start = time.perf_counter()
+        if process.wait():
+            raise SystemExit("the swap that is to be killed does not even work")
+        seconds = time.perf_counter() - start
+        digests[state] = digest(source)
+    outcomes: Counter[str] = Counter()
+    state = states[1]
+    for _ in range(kills):
+        to = next(other for other in states if other != state)
+        process = start_and_wait(in_place_command(source, "--to", to), journal)
+        time.sleep(seconds * choose.random())
+        process.kill()
+        process.wait()
+        unfinished, undo = (journal / "plan").exists(), choose.random() < 0.5
+        done = subprocess.run(
+            in_place_command(source, "--to", to, *(["--roll-back"] if undo else [])), capture_output=True, text=True
+        )
+        if done.returncode and "already" not in done.stderr:
+            raise SystemExit(done.stderr)
+        found = digest(source)
+        state = next(name for name, each in digests.items() if each == found)
+        if unfinished and (state == to) is undo:
+            raise SystemExit(f"after {'--roll-back' if undo else 'going on'} the rows are {state}")
+        outcomes[("rolled back" if undo else "finished") if unfinished else "nothing was half done"] += 1
+    print(json.dumps({"kills": outcomes}))
 
 
 def main() -> None:
@@ -144,6 +208,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=0)
     arguments = parser.parse_args()
     source = arguments.folder / "source"
     if not source.exists():
@@ -166,11 +231,9 @@ def main() -> None:
         print(json.dumps(row), flush=True)
     shutil.rmtree(arguments.folder / "target", ignore_errors=True)
     warm(source)
-    print(
-        json.dumps(
-            {"detection": detection(source), "self_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
-        )
-    )
+    print(json.dumps({"detection": detection(source)}))
+    if arguments.kills:
+        kill(source, arguments.kills)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from converter.checking import Fault, check
     from converter.conversion import convert, plan_conversion
     from converter.errors import ConverterError
+    from converter.evaluation import Evaluation, evaluate
     from converter.inspection import Inspection, inspect
     from converter.report import ConversionReport
     from converter.verification import Comparison, verify
@@ -33,10 +34,12 @@ __all__ = [
     "Comparison",
     "ConversionReport",
     "ConverterError",
+    "Evaluation",
     "Fault",
     "Inspection",
     "check",
     "convert",
+    "evaluate",
     "inspect",
     "plan_conversion",
     "verify",
@@ -46,10 +49,12 @@ _HOMES = {
     "Comparison": "verification",
     "ConversionReport": "report",
     "ConverterError": "errors",
+    "Evaluation": "evaluation",
     "Fault": "checking",
     "Inspection": "inspection",
     "check": "checking",
     "convert": "conversion",
+    "evaluate": "evaluation",
     "inspect": "inspection",
     "plan_conversion": "conversion",
     "verify": "verification",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from converter.containers import Contents, WeightFile, find_container
 from converter.errors import CheckpointError, OnFault, raise_fault, reporting
 from converter.hub import hub_id
-from converter.safetensors_file import num_bytes
+from converter.safetensors_file import SafetensorsFile, num_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +100,12 @@ class Checkpoint:
         """
         info = self.tensors[name]
         return self._weights[info.file].read(info.raw_name)
+
+    def start(self, name: str) -> int | None:
+        """The byte of its file at which a tensor's data begins; None where the file is no plain container of bytes."""
+        info = self.tensors[name]
+        weights = self._weights[info.file]
+        return weights.span(info.raw_name)[0] if isinstance(weights, SafetensorsFile) else None
 
     def same_tensor(self, a: str, b: str) -> bool:
         """Whether two tensors are equal in shape, dtype and every bit; compared in pieces."""

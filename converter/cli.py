@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +12,11 @@ import click
 
 from converter import __version__
 from converter.errors import ConverterError, VerificationError
+from converter.heal.cli import heal, upgrade
 from converter.rope.cli import rope
+from converter.terminal import print_all, progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress as RichProgress
-
     from converter.plan import DtypeName
 
 #: A KL up to this, in nats per token, is the rounding of a cast: bf16 costs 7e-6, fp16 1e-7.
@@ -71,6 +68,9 @@ def main(debug: bool) -> None:
 
 # RoPE layouts: detect and swap, in `converter.rope.cli`.
 main.add_command(rope)
+# Healing, in `converter.heal.cli`.
+main.add_command(heal)
+main.add_command(upgrade)
 
 
 @main.command()
@@ -105,7 +105,7 @@ def inspect(path: Path, mapping: bool, text: tuple[Path, ...], as_json: bool) ->
     from converter.report import inspection_table, mapping_table, yardstick_table
 
     tables = [inspection_table(found), *([mapping_table(found)] if mapping else [])]
-    _print_all(tables + ([yardstick_table(rows)] if rows is not None else []))
+    print_all(tables + ([yardstick_table(rows)] if rows is not None else []))
 
 
 @main.command()
@@ -125,8 +125,8 @@ def check(context: click.Context, path: Path, full: bool, as_json: bool) -> None
     """
     from converter.checking import check as run
 
-    with _progress(hidden=as_json) as progress:
-        found = run(path, full, progress=progress)
+    with progress(hidden=as_json) as bars:
+        found = run(path, full, progress=bars)
     faults, remarks = ([each for each in found if each.remark is remark] for remark in (False, True))
     if as_json:
         lists = {"faults": [each.to_dict() for each in faults], "remarks": [each.to_dict() for each in remarks]}
@@ -263,9 +263,9 @@ def convert(
         if as_json:
             click.echo(json.dumps(plan_dict(plan), indent=2))
             return
-        _print_all(plan_tables(plan))
+        print_all(plan_tables(plan))
         return
-    with _progress(hidden=as_json) as progress:
+    with progress(hidden=as_json) as bars:
         report = conversion.convert(
             source,
             target,
@@ -279,14 +279,14 @@ def convert(
             overwrite=overwrite,
             resume=resume,
             verify=not no_verify,
-            progress=progress,
+            progress=bars,
         )
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2, default=str))
         return
     from converter.report import conversion_tables
 
-    _print_all(conversion_tables(report))
+    print_all(conversion_tables(report))
     click.echo(f"Wrote {target}: {report.target_cost.parameters:,} parameters, {report.dtype}.")
 
 
@@ -331,7 +331,7 @@ def verify(
     else:
         from converter.report import comparison_table
 
-        _print_all([comparison_table(comparison, f"{a} against {b}, nats per token")])
+        print_all([comparison_table(comparison, f"{a} against {b}, nats per token")])
     if not comparison.total.kl <= limit:
         raise VerificationError(
             f"{b} is {comparison.total.kl:.3g} nats per token from {a}, and {limit:.3g} were allowed",
@@ -339,58 +339,47 @@ def verify(
         )
 
 
+@main.command("eval")
+@click.argument("paths", nargs=-1, required=True, type=_FILE, metavar="PATH...")
+@click.option("--text", multiple=True, required=True, help="Held-out text: files, folders, hub:owner/name.")
+@click.option(
+    "--context", "contexts", multiple=True, type=click.IntRange(min=2), help="Length of a window. Repeatable."
+)
+@click.option("--stride", default=256, show_default=True, type=click.IntRange(min=1), help="Tokens that a window adds.")
+@_device
+@_as_json
+def evaluate(
+    paths: tuple[Path, ...],
+    text: tuple[str, ...],
+    contexts: tuple[int, ...],
+    stride: int,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Score checkpoints on held-out text, by context length and by position, and their KL to the first.
+
+    Without --context windows are as long as the first model allows, up to 2048. A model that has not as many
+    positions as a --context asks for gets no figures there, and the command fails (exit code 2).
+
+    \b
+    Example:
+      converter eval my-gpt2 my-llama --text held-out.txt --context 512 --context 1024
+    """
+    from converter import evaluation
+
+    with progress(hidden=as_json, of_bytes=False) as bars:
+        found = evaluation.evaluate(paths, text=text, context=contexts, stride=stride, device=device, progress=bars)
+    if as_json:
+        click.echo(json.dumps([each.to_dict() for each in found], indent=2))
+    else:
+        print_all(evaluation.evaluation_tables(found))
+        for each in found:
+            if each.no_kl:
+                click.echo(f"No KL of {each.path}: {each.no_kl}.")
+    missing = [f"{each.path} {reason}" for each in found for reason in each.no_context.values()]
+    if missing:
+        raise ConverterError("; ".join(missing), fix="Choose a shorter --context for it")
+
+
 def _count(things: Sized, name: str) -> str:
     return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
-
-
-class _Bars:
-    """Progress bars on the terminal, one a stage."""
-
-    def __init__(self, bars: RichProgress, hidden: bool) -> None:
-        self._bars, self._hidden = bars, hidden
-        self._task: Any = None
-        self._name = ""
-
-    def say(self, text: str) -> None:
-        if not self._hidden:
-            self._bars.console.print(text)
-
-    def stage(self, name: str, total: int) -> None:
-        self._name, self._task = name, self._bars.add_task(name, total=total)
-
-    def advance(self, amount: int) -> None:
-        self._bars.update(self._task, advance=amount, description=self._name)
-
-    def detail(self, what: str, done: int, total: int) -> None:
-        self._bars.update(self._task, description=f"{self._name}: {what}, {done} of {total}")
-        if done == total:
-            self.say(what)
-
-
-@contextmanager
-def _progress(hidden: bool) -> Iterator[_Bars]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    silent = hidden or not sys.stderr.isatty()
-    with Progress(
-        *columns,
-        console=Console(stderr=True, width=None if sys.stderr.isatty() else 120),
-        disable=silent,
-        transient=True,
-    ) as bars:
-        yield _Bars(bars, hidden)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else 120
-    return Console(width=width, highlight=False)
-
-
-def _print_all(tables: list[Any]) -> None:
-    console = _console()
-    for table in tables:
-        console.print(table)

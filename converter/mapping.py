@@ -115,6 +115,92 @@ class Shared:
         return "read twice"
 
 
+@dataclass(frozen=True)
+class Skipped(Direct):
+    """A table whose first `rows` rows no token ever reads, as OPT's positions."""
+
+    rows: int
+
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return (tensors[0][self.rows :],)
+
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
+        return (torch.cat([tensors[0].new_zeros(self.rows, *tensors[0].shape[1:]), tensors[0]]),)
+
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
+        rows, *rest = roles[self.role]
+        return ((rows + self.rows, *rest),)
+
+    def __str__(self) -> str:
+        return f"from row {self.rows} on"
+
+
+@dataclass(frozen=True)
+class Projected:
+    """An embedding (V, W) with a linear from W to D behind it, or a head (V, W) with one from D to W before it."""
+
+    name: str
+    projection: str
+    role: str
+    width: int
+    before: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, self.projection)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        table, projection = tensors
+        return (table @ (projection if self.before else projection.T),)
+
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        raise NotImplementedError("a product does not tell its factors")
+
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
+        rows, hidden = roles[self.role]
+        return (rows, self.width), (self.width, hidden) if self.before else (hidden, self.width)
+
+    def __str__(self) -> str:
+        return "multiplied"
+
+
+@dataclass(frozen=True)
+class Ones:
+    """A gain that no tensor holds: a norm without parameters."""
+
+    role: str
+    size: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
+        return (torch.ones(self.size),)
+
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        assert bool((tensors[0] == 1).all()), f"{self.role} has become a gain"
+        return ()
+
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
+        return ()
+
+    def __str__(self) -> str:
+        return "ones"
+
+
 class FusedLayout(str, Enum):
     """How q, k and v rows lie in one fused tensor; all of these have the same shape.
 

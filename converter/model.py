@@ -20,24 +20,59 @@ Roles = Mapping[str, Tensor]
 
 
 def run_embeddings(roles: Roles, spec: ModelSpec, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Token ids (B, T) -> states (B, T, D); learned positions are 0 to T-1 unless others (T,) are given."""
+    """Token ids (B, T) -> states (B, T, D); absolute positions are 0 to T-1 unless others (T,) are given."""
     states = F.embedding(ids, roles["embed.weight"])
-    if spec.positions is Positions.LEARNED:
-        table = roles["positions.weight"]
+    if spec.absolute_positions:
+        table = position_table(roles, spec)
         states = states + (table[: ids.shape[1]] if positions is None else table[positions])
-    return states
+    return run_norm(roles, "embed_norm", spec, states) if spec.embedding_norm else states
+
+
+def position_table(roles: Roles, spec: ModelSpec) -> Tensor:
+    """The vectors of absolute positions, (context, D): learned ones, or sines and cosines."""
+    if spec.positions is Positions.LEARNED:
+        return roles["positions.weight"]
+    embed = roles["embed.weight"]
+    exponents = torch.arange(0, spec.hidden_size, 2, dtype=torch.float64, device=embed.device) / spec.hidden_size
+    positions = torch.arange(spec.context, dtype=torch.float64, device=embed.device)
+    angles = torch.outer(positions, 10000.0**-exponents)
+    return torch.cat([angles.sin(), angles.cos()], dim=1)[:, : spec.hidden_size].to(embed.dtype)
 
 
 def run_layer(roles: Roles, spec: ModelSpec, index: int, states: Tensor) -> Tensor:
     """States (B, T, D) through layer `index`."""
-    if not spec.pre_norm:
-        states = run_norm(roles, "attn_norm", spec, states + run_attention(roles, spec, index, states))
-        return run_norm(roles, "mlp_norm", spec, states + run_mlp(roles, spec, states))
-    attended = run_attention(roles, spec, index, run_norm(roles, "attn_norm", spec, states))
     if spec.parallel_residual:
-        return states + attended + run_mlp(roles, spec, run_norm(roles, "mlp_norm", spec, states))
-    states = states + attended
-    return states + run_mlp(roles, spec, run_norm(roles, "mlp_norm", spec, states))
+        assert spec.pre_norm, "a parallel residual with norms behind the sublayers"
+        read = run_norm(roles, "mlp_norm", spec, states)
+        return after_attention(roles, spec, index, states) + _written(roles, "mlp", spec, run_mlp(roles, spec, read))
+    return after_mlp(roles, spec, after_attention(roles, spec, index, states))
+
+
+def after_attention(roles: Roles, spec: ModelSpec, index: int, states: Tensor) -> Tensor:
+    """States (B, T, D) through the first half of layer `index`."""
+    output = run_attention(roles, spec, index, attention_input(roles, spec, states))
+    return _add(roles, "attn", spec, states, output)
+
+
+def attention_input(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
+    """What q, k and v of a layer read of its states."""
+    return run_norm(roles, "attn_norm", spec, states) if spec.pre_norm else states
+
+
+def after_mlp(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
+    """States through the second half of a layer."""
+    read = run_norm(roles, "mlp_norm", spec, states) if spec.pre_norm else states
+    return _add(roles, "mlp", spec, states, run_mlp(roles, spec, read))
+
+
+def _add(roles: Roles, sublayer: str, spec: ModelSpec, states: Tensor, output: Tensor) -> Tensor:
+    """The residual connection around a sublayer, and the norm after it of a post-LN model."""
+    states = spec.residual_scale * states + _written(roles, sublayer, spec, output)
+    return states if spec.pre_norm else run_norm(roles, f"{sublayer}_norm", spec, states)
+
+
+def _written(roles: Roles, sublayer: str, spec: ModelSpec, output: Tensor) -> Tensor:
+    return run_norm(roles, f"{sublayer}_out_norm", spec, output) if spec.sandwich_norm else output
 
 
 def run_final_norm(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
@@ -47,7 +82,7 @@ def run_final_norm(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
 
 def run_head(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
     """States (..., D) -> logits (..., V)."""
-    return _linear(roles, "head", run_final_norm(roles, spec, states))
+    return run_linear(roles, "head", run_final_norm(roles, spec, states))
 
 
 def run_norm(roles: Roles, norm: str, spec: ModelSpec, states: Tensor) -> Tensor:
@@ -60,11 +95,16 @@ def run_norm(roles: Roles, norm: str, spec: ModelSpec, states: Tensor) -> Tensor
 
 
 def run_attention(roles: Roles, spec: ModelSpec, index: int, states: Tensor) -> Tensor:
-    """Causal self-attention of layer `index` on normed states."""
+    """Causal self-attention of layer `index` on what it reads."""
+    return run_linear(roles, "o", run_heads(roles, spec, index, states))
+
+
+def run_heads(roles: Roles, spec: ModelSpec, index: int, states: Tensor) -> Tensor:
+    """What `o` reads, (B, T, num_heads * head_dim), on what the attention of layer `index` reads."""
     batch, length, _ = states.shape
 
     def heads(part: str, count: int) -> Tensor:
-        rows = _linear(roles, part, states)
+        rows = run_linear(roles, part, states)
         if spec.qk_norm is QKNorm.FULL and part != "v":
             rows = run_norm(roles, f"{part}_norm", spec, rows)
         split = rows.view(batch, length, count, spec.head_dim).transpose(1, 2)
@@ -86,7 +126,7 @@ def run_attention(roles: Roles, spec: ModelSpec, index: int, states: Tensor) -> 
         scale=spec.attention_scales[index],
         enable_gqa=spec.num_heads != spec.num_kv_heads,
     )
-    return _linear(roles, "o", mixed.transpose(1, 2).reshape(batch, length, -1))
+    return mixed.transpose(1, 2).reshape(batch, length, -1)
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor:
@@ -96,14 +136,14 @@ def window_mask(length: int, window: int, device: torch.device) -> Tensor:
 
 def run_mlp(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
     """The MLP on normed states."""
-    return _linear(roles, "down", run_neurons(roles, spec, states))
+    return run_linear(roles, "down", run_neurons(roles, spec, states))
 
 
 def run_neurons(roles: Roles, spec: ModelSpec, states: Tensor) -> Tensor:
     """What `down` reads, (..., intermediate_size), on normed states."""
-    up = _linear(roles, "up", states)
+    up = run_linear(roles, "up", states)
     return (
-        activate(spec.activation, _linear(roles, "gate", states)) * up
+        activate(spec.activation, run_linear(roles, "gate", states)) * up
         if spec.gated_mlp
         else activate(spec.activation, up)
     )
@@ -170,7 +210,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: RopeSpec) -> Tensor:
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
-def _linear(roles: Roles, part: str, x: Tensor) -> Tensor:
+def run_linear(roles: Roles, part: str, x: Tensor) -> Tensor:
+    """One linear of a block, with a bias where there is one."""
     return F.linear(x, roles[f"{part}.weight"], roles.get(f"{part}.bias"))
 
 

@@ -90,10 +90,11 @@ def make_plan(source: SourceModel, recipe: Recipe, dtype: DtypeName | None = Non
         raise ConverterError(f"'{dtype}' is no dtype of a result", fix=did_you_mean(dtype, get_args(DtypeName)))
     if source.family.name not in recipe.sources:
         sources = " or ".join(f"a '{name}'" for name in recipe.sources)
+        own = source.family.recipe_for(source.spec)
         raise RecipeError(
             f"recipe '{recipe.name}' converts {sources}, and this checkpoint is a '{source.family.name}'",
             where=source.where,
-            fix=f"Its own recipe is '{source.family.default_recipe}'" if source.family.default_recipe else None,
+            fix=f"Its own recipe is '{own}'" if own else None,
         )
     target = families().get(recipe.target)
     if not isinstance(target, TargetFamily):

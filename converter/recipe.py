@@ -16,9 +16,10 @@ nearest right word, before any weight is read.
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -26,6 +27,7 @@ import yaml
 
 from converter.errors import RecipeError, did_you_mean
 from converter.families import TargetFamily, families
+from converter.heal.settings import HealSettings
 from converter.ops import Op, ops
 
 
@@ -51,6 +53,10 @@ class CalibrationSettings:
         _check_windows(self.tokens, self.context)
 
 
+#: Settings of a recipe beside its steps.
+_SECTIONS = ("verify", "calibration", "heal")
+
+
 def _check_windows(tokens: int, context: int) -> None:
     if tokens < 2 or context == 1:
         raise ValueError("must be at least 2, to leave a token to predict")
@@ -68,6 +74,7 @@ class Recipe:
     description: str = ""
     verify: VerifySettings = VerifySettings()
     calibration: CalibrationSettings = CalibrationSettings()
+    heal: HealSettings = field(default_factory=HealSettings)
     #: Where each step stands, as "file:line".
     places: tuple[str, ...] = ()
 
@@ -85,6 +92,7 @@ class Recipe:
         facts["steps"] = [{step.name: _parameters(step)} if _parameters(step) else step.name for step in self.steps]
         facts["calibration"] = dataclasses.asdict(self.calibration)
         facts["verify"] = dataclasses.asdict(self.verify)
+        facts["heal"] = dataclasses.asdict(self.heal)
         return yaml.safe_dump(facts, sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -134,7 +142,7 @@ def parse_recipe(text: str, where: str, overrides: Iterable[str] = ()) -> Recipe
         raise RecipeError("this is not YAML", where=place, why=getattr(error, "problem", None) or str(error)) from error
     reader = _Reader(where)
     top = reader.mapping(root, "recipe")
-    reader.known_keys(top, {"name", "description", "source", "target", "steps", "verify", "calibration"}, "recipe")
+    reader.known_keys(top, {"name", "description", "source", "target", "steps", *_SECTIONS}, "recipe")
     for key in ("name", "source", "target", "steps"):
         if key not in top:
             raise RecipeError(f"the recipe has no '{key}'", where=where)
@@ -148,6 +156,7 @@ def parse_recipe(text: str, where: str, overrides: Iterable[str] = ()) -> Recipe
         places=tuple(reader.place(node) for node in nodes),
         verify=reader.settings(top.get("verify"), VerifySettings, "verify"),
         calibration=reader.settings(top.get("calibration"), CalibrationSettings, "calibration"),
+        heal=reader.settings(top.get("heal"), HealSettings, "heal"),
     )
     return with_overrides(recipe, overrides)
 
@@ -175,8 +184,7 @@ def _override(recipe: Recipe, override: str) -> Recipe:
     except yaml.YAMLError as error:
         raise RecipeError(f"'{text}' is not a value", where=where, why=getattr(error, "problem", None)) from error
     reader = _Reader(where, lines=False)
-    sections = ("verify", "calibration")
-    if step_name in sections:
+    if step_name in _SECTIONS:
         return dataclasses.replace(
             recipe, **{step_name: reader.replace(getattr(recipe, step_name), step_name, {parameter: node})}
         )
@@ -185,7 +193,7 @@ def _override(recipe: Recipe, override: str) -> Recipe:
         raise RecipeError(
             f"recipe '{recipe.name}' has no step '{step_name}'",
             where=where,
-            fix=did_you_mean(step_name, {step.name for step in recipe.steps} | set(sections)),
+            fix=did_you_mean(step_name, {step.name for step in recipe.steps} | set(_SECTIONS)),
         )
     steps = list(recipe.steps)
     for index in places:
@@ -290,6 +298,8 @@ class _Reader:
     def value(self, node: Node, kind: Any, what: str) -> Any:
         """A scalar of the annotated type: bool, int, float, str or a Literal of some of them."""
         value = self.plain(node, what)
+        if kind is int and isinstance(value, str):
+            value = _count(value)
         if get_origin(kind) is Literal:
             choices = get_args(kind)
             if not any(type(value) is type(choice) and value == choice for choice in choices):
@@ -304,7 +314,7 @@ class _Reader:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+            words = {int: "a whole number, like 64k or 2M", float: "a number", str: "text", bool: "true or false"}
             raise self.error(node, f"{what} is {value!r}, and must be {words.get(kind, kind)}")
         if kind is int and value < 0:
             raise self.error(node, f"{what} is {value}, and must not be negative")
@@ -317,6 +327,12 @@ class _Reader:
         except (yaml.YAMLError, ValueError) as error:  # a foreign tag, a 13th month
             why = getattr(error, "problem", None) or str(error)
             raise self.error(node, f"the value of {what} cannot be read ({why})") from error
+
+
+def _count(text: str) -> int | str:
+    """The number that a text like 64k, 2M or 2_000_000 means; the text where it means none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG])", text)
+    return round(float(match[1]) * {"k": 10**3, "M": 10**6, "G": 10**9}[match[2]]) if match else text
 
 
 def _near(value: object, choices: tuple[Any, ...]) -> str | None:

@@ -50,7 +50,7 @@ _NAMES = {code: name for name, (code, _) in _DTYPES.items()}
 
 #: The safetensors package reads no longer header than this.
 _MAX_HEADER = 100_000_000
-_CHUNK = 16 << 20
+_CHUNK = 1 << 20
 
 
 def is_known_dtype(dtype: str) -> bool:

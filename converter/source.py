@@ -6,6 +6,7 @@ ignored with a reason, or an error. Opening reads headers only and imports no to
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from converter.checkpoint import Checkpoint
 from converter.config import TOKEN_IDS, ConfigReader
-from converter.errors import CheckpointError, OnFault, UnsupportedError, did_you_mean, raise_fault
+from converter.errors import CheckpointError, OnFault, UnsupportedError, did_you_mean, raise_fault, reporting
 from converter.families import Family, find_family
 from converter.hub import local_path
-from converter.spec import BlockRef, ModelSpec, block_shapes, blocks
+from converter.spec import BlockRef, ModelSpec, RopeLayout, block_shapes, blocks
+from converter.stamp import read_stamp
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +49,9 @@ class SourceModel:
         self.dropped: list[Dropped] = [Dropped(name, reason) for name, reason in checkpoint.left_out.items()]
         config = ConfigReader(checkpoint.config, self.where)
         self.spec: ModelSpec = self.family.read_spec(config, self._decide_tie(config))
+        #: The RoPE layout that the family's files are in, unless a stamp of ours says otherwise.
+        self.declared_layout = self.spec.rope.layout if self.spec.rope is not None else None
+        self.stamp = self._heed_stamp()
         self.config_accounts: dict[str, str] = config.finish()
         self._account_for_token_ids()
         #: Bare tensor name -> the roles it holds, as "layers.0.q.weight".
@@ -103,7 +108,8 @@ class SourceModel:
         roles: Block = Block()
         for mapping in self.family.mappings(self.spec, block):
             tensors = [self._read(name).to(device=device, dtype=dtype) for name in mapping.names]
-            roles.update(zip(mapping.roles, mapping.to_roles(*tensors), strict=True))
+            found = (tensor.to(device=device, dtype=dtype) for tensor in mapping.to_roles(*tensors))
+            roles.update(zip(mapping.roles, found, strict=True))
         return roles
 
     def _read(self, bare: str) -> torch.Tensor:
@@ -125,6 +131,18 @@ class SourceModel:
                 fix="Take a checkpoint from before training diverged",
             )
         return tensor
+
+    def _heed_stamp(self) -> RopeLayout | None:
+        """The layout that a stamp names becomes the spec's. We stamp folders of safetensors, and others mean others."""
+        folder = self.checkpoint.path
+        if self.checkpoint.opened != folder or any(file.suffix != ".safetensors" for file in self.checkpoint.files):
+            return None
+        stamp = None
+        with reporting(self._on_fault, folder):
+            stamp = read_stamp(folder)
+        if stamp is not None and self.spec.rope is not None:
+            self.spec = self.spec.replace(rope=dataclasses.replace(self.spec.rope, layout=stamp))
+        return stamp
 
     def check_contents(self) -> None:
         """Look inside the tensors that are to be dropped; raises where one of them carries something."""

@@ -52,6 +52,7 @@ class Positions(str, Enum):
     """How the model knows the order of tokens."""
 
     LEARNED = "learned"
+    SINUSOIDAL = "sinusoidal"  # sines, then cosines, added to the embeddings (Vaswani et al. 2017, section 3.5)
     ROPE = "rope"
 
 
@@ -83,6 +84,11 @@ class ModelSpec:
     A plain MLP is `down(activation(up(x)))`; a gated one `down(activation(gate(x)) * up(x))`. With a
     `parallel_residual` attention and MLP both read the layer's input, each through its own norm. A
     token sees the last `sliding_window` tokens, itself included, or all.
+
+    Without `pre_norm` a layer is x' = norm(x + f(x)), twice, and the first one reads the bare embeddings unless an
+    `embedding_norm` stands behind them. A `residual_scale` multiplies x (DeepNorm, Wang et al. 2022); with
+    `sandwich_norm` what a sublayer writes is normed too (Ding et al. 2021). An `embedding_size` is the width of stored
+    embeddings and head that are multiplied by a projection each as they are read: a tied head is not the embedding.
     """
 
     vocab_size: int
@@ -109,10 +115,21 @@ class ModelSpec:
     qk_norm: QKNorm | None = None
     parallel_residual: bool = False
     sliding_window: int | None = None
+    embedding_norm: bool = False
+    embedding_size: int | None = None
+    residual_scale: float = 1.0
+    sandwich_norm: bool = False
+    #: Parts that the files are cut into, one for each rank of tensor parallelism; more than one in Meta's format only.
+    ranks: int = 1
 
     def replace(self, **changes: Any) -> ModelSpec:
         """A copy with some facts changed."""
         return dataclasses.replace(self, **changes)
+
+    @property
+    def absolute_positions(self) -> bool:
+        """Whether a vector for each position is added to the embeddings."""
+        return self.positions is not Positions.ROPE
 
     @property
     def standard_attention_scale(self) -> float:
@@ -170,7 +187,7 @@ def block_shapes(spec: ModelSpec, block: BlockRef) -> dict[str, tuple[int, ...]]
         shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, hidden)}
         if spec.positions is Positions.LEARNED:
             shapes["positions.weight"] = (spec.context, hidden)
-        return shapes
+        return shapes | (_norm_shapes("embed_norm", hidden, spec.norm_bias) if spec.embedding_norm else {})
     if block.kind == "head":
         shapes = _norm_shapes("final_norm", hidden, spec.final_norm_bias) if spec.final_norm else {}
         bias = {"head.bias": (spec.vocab_size,)} if "head" in spec.biases else {}
@@ -186,7 +203,8 @@ def block_shapes(spec: ModelSpec, block: BlockRef) -> dict[str, tuple[int, ...]]
     }
     if not spec.gated_mlp:
         del linears["gate"]
-    shapes = _norm_shapes("attn_norm", hidden, spec.norm_bias) | _norm_shapes("mlp_norm", hidden, spec.norm_bias)
+    norms = ("attn_norm", "mlp_norm") + (("attn_out_norm", "mlp_out_norm") if spec.sandwich_norm else ())
+    shapes = {role: shape for norm in norms for role, shape in _norm_shapes(norm, hidden, spec.norm_bias).items()}
     for linear, shape in linears.items():
         shapes[f"{linear}.weight"] = shape
         if linear in spec.biases:

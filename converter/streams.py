@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +15,12 @@ from converter import model
 from converter.ops import Block, Calibration
 from converter.spec import BlockRef, ModelSpec
 from converter.text import Windows
-from converter.verification import batches
+from converter.verification import batches, predictions
 
 #: Bytes of one stream that are held in memory.
 _IN_MEMORY = 4 << 30
+#: Predictions whose logits are computed at once; at a vocabulary of 50257 about 100 MB a model.
+_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,27 @@ class Variant:
         return Variant(Block({role: tensor.to(dtype) for role, tensor in self.block.items()}), self.spec)
 
 
+#: How states of another placement of the norms are read where the source's are normed already, see `Calibration`.
+Reading = Callable[[Tensor], Tensor]
+
+
 class Streams:
     """States (n, T, D) of a text for some prefixes of the ops; prefix 0 is the source.
 
     Streams that are still equal, because the ops between them have changed nothing so far, are one
-    tensor and are computed once.
+    tensor and are computed once. Absolute positions are 0 to T-1 unless others (T,) are given.
     """
 
-    def __init__(self, windows: Windows, prefixes: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        windows: Windows,
+        prefixes: list[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        positions: Tensor | None = None,
+    ) -> None:
         self.windows, self.prefixes, self.dtype, self.device = windows, prefixes, dtype, device
+        self.positions = positions
         self.states: dict[int, Tensor] = {}
         self._equal_so_far: set[int] = set()
         self._last: Variant | None = None
@@ -81,7 +96,7 @@ class Streams:
         for batch in batches(self.windows):
             if states is None:
                 ids = torch.from_numpy(self.windows.ids[batch]).to(self.device)
-                result[batch] = model.run_embeddings(variant.block, variant.spec, ids).cpu()
+                result[batch] = model.run_embeddings(variant.block, variant.spec, ids, self.positions).cpu()
             else:
                 moved = states[batch].to(self.device)
                 result[batch] = model.run_layer(variant.block, variant.spec, ref.index, moved).cpu()
@@ -92,14 +107,14 @@ class Streams:
         lengths = torch.from_numpy(self.windows.lengths)[rows]
         return torch.arange(self.windows.ids.shape[1])[None] < lengths[:, None]
 
-    def drift(self, prefix: int) -> float:
-        """Mean over tokens of |x - s| / |s|, x being a prefix's centred state and s the source's."""
+    def drift(self, prefix: int, as_read: Reading | None = None) -> float:
+        """Mean over tokens of |x - s| / |s|, x being a prefix's centred state, `as_read`, and s the source's."""
         if self.states[prefix] is self.states[0]:
             return 0.0
-        errors = [
-            _relative_error(*(self.states[p][batch][self.mask(batch)] for p in (prefix, 0)))
-            for batch in batches(self.windows)
-        ]
+        errors = []
+        for batch in batches(self.windows):
+            ours, source = (self.states[p][batch][self.mask(batch)] for p in (prefix, 0))
+            errors.append(_relative_error(as_read(ours) if as_read else ours, source))
         return float(torch.cat(errors).mean())
 
     def own_error(self, variant: Variant, ref: BlockRef) -> float:
@@ -143,9 +158,16 @@ class StreamCalibration(Calibration):
     Its own stream has not passed the block yet, and the source's has.
     """
 
-    def __init__(self, streams: Streams, prefix: int, centred: bool, source_block: Callable[[BlockRef], Block]) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        prefix: int,
+        centred: bool,
+        as_read: Reading | None,
+        source_block: Callable[[BlockRef], Block],
+    ) -> None:
         self._streams, self._prefix, self._centred = streams, prefix, centred
-        self._source_block = source_block
+        self._as_read, self._source_block = as_read, source_block
         self.count, self.length = streams.windows.ids.shape
 
     def batches(self) -> Iterator[Tensor]:
@@ -160,11 +182,34 @@ class StreamCalibration(Calibration):
         states = self._streams.states[0][rows].to(self._streams.device)
         return _centred(states) if self._centred else states
 
+    def as_read(self, states: Tensor) -> Tensor:
+        return states if self._as_read is None else self._as_read(states)
+
     def mask(self, rows: Tensor) -> Tensor:
         return self._streams.mask(rows).to(self._streams.device)
 
     def source_block(self, ref: BlockRef) -> Block:
         return self._source_block(ref)
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+def logits(
+    windows: Windows, heads: Mapping[K, tuple[Variant, Tensor]], device: torch.device
+) -> Iterator[tuple[dict[K, Tensor], Tensor, Tensor]]:
+    """Logits (N, V) of some heads, each on its states (n, T, D), with next tokens (N,) and positions (N,).
+
+    A few rows at a time, for `Tally.add`.
+    """
+    for batch in batches(windows):
+        rows, positions, targets = predictions(windows, batch)
+        for part in torch.arange(len(targets)).split(_ROWS):
+            found = {
+                key: model.run_head(head.block, head.spec, states[batch][rows[part], positions[part]].to(device))
+                for key, (head, states) in heads.items()
+            }
+            yield found, targets[part].to(device), positions[part]
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

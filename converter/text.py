@@ -232,7 +232,7 @@ def _read_npy(path: Path, vocab_size: int) -> list[Ids]:
         )
     if array.size == 0:
         raise ConverterError("The array is empty", where=str(path), why=f"Its shape is {array.shape}", fix=fix)
-    _check_ids(array, path, vocab_size)
+    check_ids(array, path, vocab_size)
     return list(array.astype(np.int64))
 
 
@@ -250,7 +250,7 @@ def _read_bin(path: Path, vocab_size: int, end_of_text: int | None) -> list[Ids]
         stream = np.fromfile(path, dtype="<u2")
     except OSError as error:
         raise ConverterError("The file cannot be read", where=str(path), why=str(error)) from error
-    _check_ids(stream, path, vocab_size)
+    check_ids(stream, path, vocab_size)
     ids = stream.astype(np.int64)
     if end_of_text is None:
         return [ids]
@@ -263,13 +263,7 @@ def _read_text(
     path: Path, tokenizer: PreTrainedTokenizerFast | None, vocab_size: int, end_of_text: int | None
 ) -> list[Ids]:
     """The documents of a UTF-8 text; line ends stay as they are."""
-    if tokenizer is None:
-        raise ConverterError(
-            "The text cannot be tokenized",
-            where=str(path),
-            why="The checkpoint has no tokenizer",
-            fix="Put the tokenizer's files into the checkpoint's folder, or give token ids as .npy or .bin",
-        )
+    tokenizer = need_tokenizer(tokenizer, path)
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -286,8 +280,20 @@ def _read_text(
     parts = text.split(tokenizer.eos_token) if tokenizer.eos_token else [text]
     encoded = _encode([part for part in parts if part.strip()], tokenizer)
     for ids in encoded:
-        _check_ids(ids, path, vocab_size)
+        check_ids(ids, path, vocab_size)
     return [_open(ids, end_of_text) for ids in encoded if len(ids)]
+
+
+def need_tokenizer(tokenizer: PreTrainedTokenizerFast | None, where: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer; raises `ConverterError` where there is none to read a text with."""
+    if tokenizer is None:
+        raise ConverterError(
+            "The text cannot be tokenized",
+            where=str(where),
+            why="The checkpoint has no tokenizer",
+            fix="Put the tokenizer's files into the checkpoint's folder, or give token ids as .npy or .bin",
+        )
+    return tokenizer
 
 
 def _encode(texts: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> list[Ids]:
@@ -309,15 +315,15 @@ def _open(ids: Ids, end_of_text: int | None) -> Ids:
     return ids if end_of_text is None else np.concatenate([np.array([end_of_text], dtype=np.int64), ids])
 
 
-def _check_ids(ids: npt.NDArray[Any], path: Path, vocab_size: int) -> None:
-    """Raise unless every id is in the vocabulary."""
+def check_ids(ids: npt.NDArray[Any], where: str | Path, vocab_size: int) -> None:
+    """Raise `ConverterError` unless every id is in the vocabulary."""
     if ids.size == 0:
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         raise ConverterError(
             f"Token id {low if low < 0 else high} is not in the vocabulary",
-            where=str(path),
+            where=str(where),
             why=f"The model has ids 0 to {vocab_size - 1}",
             fix="Use text that was tokenized for this model",
         )

@@ -89,7 +89,7 @@ def _embedded_documents(plan: Plan) -> tuple[list[Document], list[Document], str
     tokenizer = load_tokenizer(plan.source.checkpoint.path)
     if tokenizer is None or not is_embedded_example(plan.source):
         return [], [], ""
-    opening = _document_opening(plan.source)
+    opening = document_opening(plan.source)
     budget = 8 * plan.recipe.calibration.tokens  # characters; a token of this corpus has about four
     calibration = documents_from_strings(_sample(training_documents(), budget), tokenizer, opening)
     held_out = documents_from_strings(held_out_documents(), tokenizer, opening)
@@ -104,11 +104,11 @@ def source_documents(source: SourceModel, paths: Sequence[Path]) -> list[Documen
         paths,
         load_tokenizer(source.checkpoint.path),
         vocab_size=source.spec.vocab_size,
-        end_of_text=_document_opening(source),
+        end_of_text=document_opening(source),
     )
 
 
-def _document_opening(source: SourceModel) -> int | None:
+def document_opening(source: SourceModel) -> int | None:
     """The token that opens a document: bos, or eos where there is no bos, as in GPT-2's training."""
     ids = source.token_ids()
     opening = ids["bos_token_id"] if ids["bos_token_id"] is not None else ids["eos_token_id"]

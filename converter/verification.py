@@ -20,6 +20,7 @@ from torch import Tensor
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families import Family, TargetFamily, get_family
 from converter.hub import local_path
+from converter.rope.moves import stored_orders
 from converter.source import SourceModel
 from converter.spec import blocks
 from converter.text import Windows, as_paths, read_documents, windows
@@ -215,6 +216,9 @@ def _as_stored(source: SourceModel) -> tuple[Family, Any, dict[str, Tensor]]:
     for key, token in source.token_ids().items():
         setattr(config, key, token)
     state = {family.full_name(bare): checkpoint.read(source.names[bare]).float() for bare in source.used}
+    if source.declared_layout is not None and source.stamp not in (None, source.declared_layout):
+        for bare, order in stored_orders(source, source.declared_layout):
+            state[family.full_name(bare)] = state[family.full_name(bare)][torch.from_numpy(order)]
     return family, config, state
 
 

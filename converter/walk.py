@@ -22,12 +22,10 @@ from converter.ops import Block, Calibration, Notes
 from converter.plan import Plan
 from converter.source import Dropped
 from converter.spec import BlockRef, Norm, block_shapes, blocks
-from converter.streams import StreamCalibration, Streams, Variant
+from converter.streams import Reading, StreamCalibration, Streams, Variant, logits
 from converter.text import Windows
-from converter.verification import Comparison, Tally, batches, larger, predictions
+from converter.verification import Comparison, Tally, batches, larger
 
-#: Predictions whose logits are computed at once; at a vocabulary of 50257 about 100 MB a model.
-_ROWS = 512
 #: Tokens of the calibration text for ops that take a few moments from it; those that follow the source see all.
 _GLANCE = 65536
 
@@ -167,22 +165,23 @@ class Walk:
         origins = {role: mapping.names[0] for mapping in mappings if mapping.names for role in mapping.roles}
         for _, streams in self._streams():
             streams.begin_block()
-        self._advance(0, current, ref)
+        moved_norm = _norm_behind(current)
+        self._advance(0, current, ref, moved_norm)
         source = current if self._evaluation is not None and ref.kind == "head" else None
         for prefix, step in enumerate(self.plan.steps, start=1):
             notes = Notes(ref, origins, dict(self.findings.facts[prefix - 1]))
             notes.progress = self.progress or notes.progress
-            block = step.op.apply(current.block, step.before, ref, notes, self._calibration_for(prefix))
+            block = step.op.apply(current.block, step.before, ref, notes, self._calibration_for(prefix, moved_norm))
             assert block.keys() == block_shapes(step.after, ref).keys(), f"{step.op.name} gives {ref} other roles"
             self.findings.note(prefix - 1, notes)
             previous, current = current, Variant(block, step.after)
             if source is not None:
                 self._measure(prefix, source, previous, current)
             del previous  # one block in memory
-            self._advance(prefix, current, ref)
+            self._advance(prefix, current, ref, moved_norm)
         return current.block
 
-    def _calibration_for(self, prefix: int) -> Calibration | None:
+    def _calibration_for(self, prefix: int, moved_norm: Reading | None) -> Calibration | None:
         source, step = self.plan.source.spec, self.plan.steps[prefix - 1]
         streams = self._calibration.get("calibration" if step.op.follows_source else "glance")
         if streams is None or prefix not in streams.prefixes:
@@ -192,18 +191,23 @@ class Walk:
         def source_block(ref: BlockRef) -> Block:
             return self.plan.source.read_block(ref, self.dtype, self.device)
 
-        return StreamCalibration(streams, prefix, centred, source_block)
+        as_read = moved_norm if step.before.pre_norm else None
+        return StreamCalibration(streams, prefix, centred and as_read is None, as_read, source_block)
 
-    def _advance(self, prefix: int, variant: Variant, ref: BlockRef) -> None:
+    def _advance(self, prefix: int, variant: Variant, ref: BlockRef, moved_norm: Reading | None) -> None:
         if ref.kind == "head":
             return
         for _, streams in self._streams():
             if prefix in streams.prefixes:
                 streams.advance(prefix, variant, ref)
         if prefix > 0 and self._evaluation is not None:
-            drift = self._evaluation.drift(prefix)
+            as_read = moved_norm if variant.spec.pre_norm else None
+            drift = self._evaluation.drift(prefix, as_read)
             self.findings.drifts[prefix - 1].append(drift)
-            self.findings.own_errors[prefix - 1].append(self._evaluation.own_error(variant, ref) if drift else 0.0)
+            own = drift  # with the norms moved the source's states do not fit in, and nothing is told apart
+            if drift and as_read is None:
+                own = self._evaluation.own_error(variant, ref)
+            self.findings.own_errors[prefix - 1].append(own)
 
     def _measure(self, prefix: int, source: Variant, previous: Variant, current: Variant) -> None:
         """Compare the logits after an op with the source's, and with those before the op."""
@@ -214,24 +218,28 @@ class Walk:
             findings.comparisons.append(findings.comparisons[-1])
             findings.changes.append(0.0)
             return
-        variants = {p: v.to(self.dtype) for p, v in ((0, source), (prefix - 1, previous), (prefix, current))}
+        variants = ((0, source), (prefix - 1, previous), (prefix, current))
+        heads = {p: (variant.to(self.dtype), streams.states[p]) for p, variant in variants}
         tally = Tally(streams.windows.ids.shape[1])
         largest_change = 0.0
-        for batch in batches(streams.windows):
-            rows, positions, targets = predictions(streams.windows, batch)
-            for part in torch.arange(len(targets)).split(_ROWS):
-                logits = {
-                    p: model.run_head(
-                        variant.block,
-                        variant.spec,
-                        streams.states[p][batch][rows[part], positions[part]].to(self.device),
-                    )
-                    for p, variant in variants.items()
-                }
-                tally.add(logits[0], logits[prefix], targets[part].to(self.device), positions[part])
-                largest_change = larger(largest_change, (logits[prefix] - logits[prefix - 1]).abs().max())
+        for found, targets, positions in logits(streams.windows, heads, self.device):
+            tally.add(found[0], found[prefix], targets, positions)
+            largest_change = larger(largest_change, (found[prefix] - found[prefix - 1]).abs().max())
         findings.comparisons.append(tally.comparison())
         findings.changes.append(largest_change / max(tally.max_logit, 1e-300))
+
+
+def _norm_behind(source: Variant) -> Reading | None:
+    """What a post-LN block does last. A model with its norms moved before the sublayers does it when it reads on."""
+    norm = "embed_norm" if "embed_norm.weight" in source.block else "mlp_norm"
+    if source.spec.pre_norm or f"{norm}.weight" not in source.block:
+        return None
+    roles = {role: tensor for role, tensor in source.block.items() if role.startswith(norm)}
+
+    def read(states: Tensor) -> Tensor:
+        return model.run_norm({role: t.to(states.device) for role, t in roles.items()}, norm, source.spec, states)
+
+    return read
 
 
 def _calibrated(plan: Plan) -> dict[str, list[int]]:

@@ -16,7 +16,17 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
 
 from converter import model as reference
 from converter.ops import Block, Notes, Op
@@ -46,6 +56,31 @@ GPT2 = {
     "eos_token_id": 0,
 }
 
+OPENAI_GPT = {
+    "vocab_size": VOCAB,
+    "n_positions": CONTEXT,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 3,
+    "layer_norm_epsilon": 3e-4,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+
+OPT = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": CONTEXT,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "ffn_dim": 80,
+    "dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 1,
+}
+
 LLAMA = {
     "vocab_size": VOCAB,
     "max_position_embeddings": CONTEXT,
@@ -69,6 +104,16 @@ def gpt2(seed: int = 0, **facts: Any) -> GPT2LMHeadModel:
 def llama(seed: int = 0, **facts: Any) -> LlamaForCausalLM:
     """A jittered LLaMA: 8 query heads on 2 key-value heads, of 16 rows in a hidden size of 40."""
     return jitter(LlamaForCausalLM(LlamaConfig(**{**LLAMA, **facts})), seed)
+
+
+def openai_gpt(seed: int = 0, **facts: Any) -> OpenAIGPTLMHeadModel:
+    """A jittered openai-gpt: post-LN, without a final norm."""
+    return jitter(OpenAIGPTLMHeadModel(OpenAIGPTConfig(**{**OPENAI_GPT, **facts})), seed)
+
+
+def opt(seed: int = 0, **facts: Any) -> OPTForCausalLM:
+    """A jittered OPT; `do_layer_norm_before=False` and a `word_embed_proj_dim` make it one like OPT-350m."""
+    return jitter(OPTForCausalLM(OPTConfig(**{**OPT, **facts})), seed)
 
 
 def jitter(model: M, seed: int) -> M:

@@ -356,7 +356,7 @@ def test_a_cast_counts_what_underflows_and_refuses_what_overflows() -> None:
     [
         (RMSNORM, {"tied_head": True}, "the head is tied to the embeddings, which are to be centred. Put untie_head"),
         (RMSNORM, {"norm": Norm.RMSNORM}, "has RMSNorm already, and centring would change it"),
-        (RMSNORM, {"pre_norm": False}, "(post-LN). Use a post-LN recipe"),
+        (RMSNORM, {"pre_norm": False}, "(post-LN). Put post_ln_to_pre_ln before it, as recipe postln-to-llama does"),
         (GeluToSwiglu(), {"gated_mlp": True}, "the MLP is gated already"),
         (
             FoldFinalNormBias(),
@@ -364,7 +364,7 @@ def test_a_cast_counts_what_underflows_and_refuses_what_overflows() -> None:
             "the head is tied to the embeddings, and is to change. Put untie_head",
         ),
         (LearnedPositionsToRope(), {"tied_head": True}, "to take the mean position. Put untie_head before it"),
-        (LearnedPositionsToRope(), {"positions": Positions.ROPE}, "the model has no learned positions"),
+        (LearnedPositionsToRope(), {"positions": Positions.ROPE}, "the model adds no positions to its embeddings"),
         (LearnedPositionsToRope(), {"head_dim": 15}, "an even head_dim, and it is 15"),
     ],
 )

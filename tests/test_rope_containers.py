@@ -6,6 +6,7 @@ The reference is transformers' own class of the model that the files were made f
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +17,17 @@ from test_rope_families import LLAMA_LIKE, make
 from transformers import PreTrainedModel
 
 from converter.containers.llama_meta import write_shards
-from converter.conversion import convert
+from converter.conversion import convert, plan_conversion
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families.llama_meta import feed_forward_size
-from converter.recipe import load_recipe
+from converter.ops.cut_for_ranks import CutForRanks
+from converter.recipe import Recipe, load_recipe
 from converter.rope.layout import swap_rows
+from converter.rope.scaling import scaling_of
 from converter.rope.swap import swap
 from converter.source import SourceModel
 from converter.spec import RopeLayout
-from converter.verification import load_any
+from converter.verification import load_any, load_plain
 
 gguf = pytest.importorskip("gguf")
 
@@ -40,7 +43,8 @@ def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def interleaved(name: str, tensor: torch.Tensor) -> torch.Tensor:
     for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
         if part in name:
-            return swap_rows(tensor, WIDE[heads], 16, 16, RopeLayout.INTERLEAVED)
+            head_dim = tensor.shape[0] // WIDE[heads]
+            return swap_rows(tensor, WIDE[heads], head_dim, head_dim, RopeLayout.INTERLEAVED)
     return tensor
 
 
@@ -136,6 +140,25 @@ class TestMeta:
         assert error(logits(tmp_path / "meta"), model) <= 1e-5
         assert SourceModel.open(tmp_path / "meta").spec.tied_head is tied
 
+    def test_as_many_ranks_as_asked_for(self, tmp_path):
+        model = make("Llama", EVEN)
+        save(model, tmp_path / "hf")
+        convert(tmp_path / "hf", tmp_path / "meta", recipe="hf-to-meta", overrides=["cut_for_ranks.ranks=2"])
+        wanted = meta_folder(tmp_path / "wanted", model, 2)
+        for shard in ("consolidated.00.pth", "consolidated.01.pth"):
+            found, right = torch.load(tmp_path / "meta" / shard), torch.load(wanted / shard)
+            assert found.keys() == right.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in right.items())
+        assert error(logits(tmp_path / "meta"), model) <= 1e-5
+        assert not (tmp_path / "meta/consolidated.02.pth").exists()
+
+    def test_ranks_that_do_not_share_evenly_or_have_no_files_are_refused(self, tmp_path):
+        folder = save(make("Llama", EVEN), tmp_path / "hf")
+        with pytest.raises(UnsupportedError, match=r"2 key-value heads cannot be shared evenly by 4 ranks"):
+            plan_conversion(folder, "hf-to-meta", ["cut_for_ranks.ranks=4"])
+        with pytest.raises(UnsupportedError, match="cut for 2 ranks"):
+            plan_conversion(folder, Recipe("r", ("llama",), "llama", (CutForRanks(2),)))
+
     def test_uneven_cuts_and_missing_shards_are_errors(self, tmp_path):
         model = make("Llama", WIDE)
         with pytest.raises(CheckpointError, match="cannot be cut"):
@@ -172,7 +195,14 @@ GGUF_NAMES = {
 }
 
 
-def gguf_file(path: Path, model: PreTrainedModel, architecture: str, kind: str = "F32", **fields: object) -> Path:
+def gguf_file(
+    path: Path,
+    model: PreTrainedModel,
+    architecture: str,
+    kind: str = "F32",
+    divisors: list[float] | None = None,
+    **fields: object,
+) -> Path:
     """A model as llama.cpp's converter would write it: q and k of arch llama interleaved, others as they are."""
     writer = gguf.GGUFWriter(path, architecture)
     c = model.config
@@ -182,11 +212,11 @@ def gguf_file(path: Path, model: PreTrainedModel, architecture: str, kind: str =
     writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(c.num_attention_heads)
     writer.add_head_count_kv(c.num_key_value_heads)
-    writer.add_key_length(16)
-    writer.add_value_length(16)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(16)
+    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(c.head_dim)
     writer.add_vocab_size(c.vocab_size)
     for key, value in fields.items():
         writer.add_string(key.replace("__", "."), str(value))
@@ -197,6 +227,8 @@ def gguf_file(path: Path, model: PreTrainedModel, architecture: str, kind: str =
             writer.add_tensor(renamed(name, GGUF_NAMES), data)
         else:
             writer.add_tensor(renamed(name, GGUF_NAMES), gguf.quants.quantize(data, quantised), raw_dtype=quantised)
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -281,6 +313,80 @@ class TestGGUF:
             SourceModel.open(tmp_path)
 
 
+#: Llama 3.1's, but for a context short enough to see what the scaling does to far positions.
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 256}
+
+
+def llama_cpp_divisors(theta: float, width: int, factor: float, high: float, original: int) -> list[float]:
+    """As convert_hf_to_gguf.py of llama.cpp computes `rope_freqs.weight`, in fp32."""
+    found = []
+    for frequency in 1.0 / (theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)):
+        wavelength = 2 * math.pi / frequency
+        if wavelength < original / high:
+            found.append(1.0)
+        elif wavelength > original:
+            found.append(factor)
+        else:
+            smooth = (original / wavelength - 1.0) / (high - 1.0)
+            found.append(float(1 / ((1 - smooth) / factor + smooth)))
+    return found
+
+
+class TestDivisorsOfFrequencies:
+    """`rope_freqs.weight` of a GGUF: Llama 3's scaling, kept as a rule and verified past 1024 positions, or refused."""
+
+    @pytest.mark.parametrize(("theta", "width", "factor"), [(5e5, 128, 8.0), (5e5, 64, 32.0), (5e5, 64, 8.0)])
+    def test_the_rule_is_found_again(self, theta, width, factor):
+        rule = scaling_of(llama_cpp_divisors(theta, width, factor, 4.0, 8192), theta)
+        assert rule == {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+
+    def test_one_divisor_for_all_is_linear_and_ones_are_none(self):
+        assert scaling_of([4.0] * 8, 1e4) == {"rope_type": "linear", "factor": 4.0}
+        assert scaling_of([1.0] * 8, 1e4) is None
+
+    @pytest.mark.parametrize(
+        ("divisors", "why"),
+        [
+            ([1.0, 1.0, 3.0, 8.0], "two are needed"),
+            ([1.0, 3.0, 2.0, 8.0], "do not rise"),
+            ([*llama_cpp_divisors(5e5, 128, 8.0, 4.0, 8192)[:-1], 7.0], "whatever its constants"),
+            ([1.0, float("nan"), 8.0], "positive numbers"),
+        ],
+    )
+    def test_others_are_refused_with_the_reason(self, divisors, why):
+        with pytest.raises(ValueError, match=why):
+            scaling_of(divisors, 5e5)
+
+    def test_far_positions_agree_and_do_not_without_it(self, tmp_path):
+        model = make("Llama", {**WIDE, "head_dim": 64, "rope_parameters": LLAMA3})
+        ids = torch.randint(VOCAB, (1, 1100), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            wanted = model(ids).logits
+        divisors = llama_cpp_divisors(5e5, 64, 8.0, 4.0, 256)
+        file = gguf_file(tmp_path / "model.gguf", model, "llama", divisors=divisors)
+        source = SourceModel.open(file)
+        found = run(lambda ref: source.read_block(ref, torch.float32), source.spec, ids)
+        assert float((found - wanted)[:, 1024:].abs().max()) <= 1e-4 * float(wanted.abs().max())
+        swap(file, tmp_path / "out", to=RopeLayout.HALF_SPLIT)
+        with torch.no_grad():
+            loaded = load_plain(tmp_path / "out")
+            assert float((loaded(ids).logits - wanted)[:, 1024:].abs().max()) <= 1e-4 * float(wanted.abs().max())
+        bare = SourceModel.open(gguf_file(tmp_path / "bare.gguf", model, "llama"))
+        found = run(lambda ref: bare.read_block(ref, torch.float32), bare.spec, ids)
+        assert float((found - wanted)[:, 1024:].abs().max()) > 1e-2 * float(wanted.abs().max())
+
+    def test_a_table_of_another_length_is_refused(self, tmp_path):
+        with pytest.raises(UnsupportedError, match="There are 3, for 8 frequencies"):
+            SourceModel.open(gguf_file(tmp_path / "m.gguf", make("Llama", WIDE), "llama", divisors=[1.0, 1.0, 1.0]))
+
+
 def unpack_q6_k(block: np.ndarray) -> np.ndarray:
     low, high, scales = block[:128], block[128:192], block[192:208].view(np.int8)
     d = float(block[208:].view(np.float16)[0])
@@ -311,6 +417,7 @@ def unpack_q4_k(block: np.ndarray) -> np.ndarray:
 
 
 def test_recipes_are_exact():
-    for name in ("meta-to-hf", "hf-to-meta", "gguf-to-hf"):
-        assert [step.name for step in load_recipe(name).steps] == ["swap_rope_layout"]
+    for name, steps in {"meta-to-hf": 1, "hf-to-meta": 2, "gguf-to-hf": 1}.items():
+        names = [step.name for step in load_recipe(name).steps]
+        assert names == ["swap_rope_layout", "cut_for_ranks"][:steps]
     assert VOCAB % 2

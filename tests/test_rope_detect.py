@@ -18,7 +18,8 @@ from torch import Tensor
 
 from converter.cli import main
 from converter.errors import ConverterError
-from converter.rope.detect import detect, detect_layers, hypotheses
+from converter.rope.detect import Detection, detect, detect_layers
+from converter.rope.hypotheses import hypotheses
 from converter.rope.layout import swap_rows
 from converter.rope.swap import swap
 from converter.source import SourceModel
@@ -54,6 +55,10 @@ def moved(pair: tuple[Tensor, Tensor], to: RopeLayout, q: int | None = HEADS, k:
     )
 
 
+def detected(layers: list[tuple[Tensor, Tensor]], spec: ModelSpec) -> Detection:
+    return detect_layers([(q.numpy(), k.numpy()) for q, k in layers], spec)
+
+
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     config = {**LLAMA_LIKE, **SHAPE}
@@ -63,7 +68,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @pytest.mark.parametrize("layout", list(RopeLayout))
 def test_either_layout_is_seen(layout, spec):
-    found = detect_layers(planted(layout), spec)
+    found = detected(planted(layout), spec)
     assert found.layout == layout.value
     assert found.fault is None
     assert found.confidence > 0.7
@@ -80,20 +85,20 @@ def test_either_layout_is_seen(layout, spec):
     ],
 )
 def test_mistakes_are_named(heads, words, spec):
-    found = detect_layers([moved(pair, HALF_SPLIT, **heads) for pair in planted(INTERLEAVED)], spec)
+    found = detected([moved(pair, HALF_SPLIT, **heads) for pair in planted(INTERLEAVED)], spec)
     assert found.layout == "unknown"
     assert found.fault is not None
     assert words in found.fault
 
 
 def test_twice_and_the_wrong_way_is_named(spec):
-    found = detect_layers([moved(pair, INTERLEAVED) for pair in planted(INTERLEAVED)], spec)
+    found = detected([moved(pair, INTERLEAVED) for pair in planted(INTERLEAVED)], spec)
     assert "q and k are interleaved, moved to interleaved once more" in str(found.fault)
 
 
 def test_untrained_weights_are_unknown(spec):
     for seed in range(20):
-        found = detect_layers(planted(HALF_SPLIT, seed, strength=0.0), spec)
+        found = detected(planted(HALF_SPLIT, seed, strength=0.0), spec)
         assert (found.layout, found.fault) == ("unknown", None)
 
 
@@ -101,7 +106,7 @@ def test_one_layer_or_one_head_does_not_decide_alone(spec):
     """The model is ranked as a whole, and a head of great size has no more to say than another."""
     layers = planted(HALF_SPLIT)
     loud = [(q * (1e4 if index == 0 else 1), k) for index, (q, k) in enumerate(layers)]
-    assert detect_layers(loud, spec).score == pytest.approx(detect_layers(layers, spec).score, rel=1e-3)
+    assert detected(loud, spec).score == pytest.approx(detected(layers, spec).score, rel=1e-3)
 
 
 def test_partial_rotary_knows_whole_heads_moved():

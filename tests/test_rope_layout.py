@@ -111,7 +111,7 @@ class TestR1Layout:
         assert head_order(8, 8, HALF_SPLIT) == [0, 2, 4, 6, 1, 3, 5, 7]
         assert head_order(8, 8, INTERLEAVED) == [0, 4, 1, 5, 2, 6, 3, 7]
         assert head_order(8, 4, HALF_SPLIT) == [0, 2, 1, 3, 4, 5, 6, 7]
-        assert row_order(2, 4, 4, HALF_SPLIT) == [0, 2, 1, 3, 4, 6, 5, 7]
+        assert row_order(2, 4, 4, HALF_SPLIT).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8])
     def test_any_dtype_moves_bit_by_bit(self, dtype):

@@ -5,26 +5,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from models import random_ids, relative, run, save, write
 from safetensors.torch import load_file, save_file
 from test_rope_families import GPTJ, LLAMA_LIKE, NEOX, make
 
+from converter.conversion import convert
 from converter.errors import ConverterError, UnsupportedError
 from converter.rope import patch, scores
 from converter.rope.moves import unit_edges
 from converter.rope.patch import roll_back, swap_in_place
-from converter.rope.settle import read_stamp
 from converter.rope.swap import swap
 from converter.source import SourceModel
 from converter.spec import RopeLayout
+from converter.stamp import read_stamp
+from converter.verification import load_any, load_plain
 
 INTERLEAVED, HALF_SPLIT = RopeLayout.INTERLEAVED, RopeLayout.HALF_SPLIT
 
@@ -105,22 +112,17 @@ class TestCopy:
 
     def test_the_check_of_the_scores_sees_rows_that_are_elsewhere(self, tmp_path, monkeypatch):
         folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
-        monkeypatch.setattr("converter.rope.swap._write_moved", lambda moves, places: copy_unmoved(moves, places))
-
-        def copy_unmoved(moves, places):
-            for move in moves:
-                data = bytearray(places[move.file].read_bytes())
-                original = move.file.read_bytes()
-                data[move.start : move.start + move.nbytes] = original[move.start : move.start + move.nbytes]
-                places[move.file].write_bytes(data)
-
+        monkeypatch.setattr("converter.rope.moves.np.take", lambda rows, order, axis, out, mode: np.copyto(out, rows))
         with pytest.raises(ConverterError, match="scores of layer 0 differ"):
             swap(folder, tmp_path / "out", to=INTERLEAVED)
         assert not (tmp_path / "out").exists()
+        before = contents(folder)
+        with pytest.raises(ConverterError, match="scores of layer 0 differ"):
+            swap_in_place(folder, to=INTERLEAVED)
+        assert contents(folder) == before
+        assert not (folder / patch.FOLDER).exists()
 
     def test_units_that_no_row_leaves(self):
-        import numpy as np
-
         assert unit_edges(np.array([0, 2, 1, 3, 5, 4])).tolist() == [0, 1, 3, 4, 6]
 
     def test_scores_are_looked_at_far_enough(self):
@@ -200,6 +202,44 @@ class TestSettling:
             swap(folder, tmp_path / "out", to=INTERLEAVED)
 
 
+class TestStamp:
+    """A stamp stands in for the family's declaration, wherever a checkpoint is read."""
+
+    @pytest.fixture
+    def stamped(self, tmp_path: Path) -> Path:
+        save(make("Llama", LLAMA_LIKE | {"attention_bias": True}), tmp_path / "model")
+        swap(tmp_path / "model", tmp_path / "stamped", to=INTERLEAVED)
+        return tmp_path / "stamped"
+
+    def test_it_is_read_by_the_reference_model_and_by_transformers_class(self, stamped):
+        model, ids = load_plain(stamped.parent / "model"), random_ids()
+        source = SourceModel.open(stamped)
+        assert (source.spec.rope.layout, source.declared_layout) == (INTERLEAVED, HALF_SPLIT)
+        with torch.no_grad():
+            wanted = model(ids).logits
+            found = run(lambda ref: source.read_block(ref, torch.float32), source.spec, ids)
+            assert relative(found, wanted) <= 1e-5
+            assert relative(load_any(stamped)(ids).logits, wanted) <= 1e-5
+            (stamped / "conversion.json").unlink()
+            assert relative(load_any(stamped)(ids).logits, wanted) > 1e-2
+
+    def test_a_conversion_writes_the_layout_that_its_target_reads(self, stamped, tmp_path):
+        ids = random_ids()
+        convert(stamped, tmp_path / "out", verify=False)
+        with torch.no_grad():
+            wanted = load_plain(stamped.parent / "model")(ids).logits
+            assert torch.equal(load_plain(tmp_path / "out")(ids).logits, wanted)
+            assert relative(load_plain(stamped)(ids).logits, wanted) > 1e-2
+        assert SourceModel.open(tmp_path / "out").stamp is HALF_SPLIT
+
+    def test_it_does_not_speak_for_other_files(self, stamped):
+        weights = load_file(stamped / "model.safetensors")
+        torch.save(weights, stamped / "pytorch_model.bin")
+        (stamped / "model.safetensors").unlink()
+        assert SourceModel.open(stamped).stamp is None
+        assert native(stamped) is HALF_SPLIT
+
+
 class TestInPlace:
     def test_equals_the_copy_and_comes_back(self, case, tmp_path):
         _, folder = case
@@ -246,8 +286,8 @@ class TestInPlace:
     def test_another_direction_does_not_go_on_with_it(self, tmp_path, monkeypatch):
         folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
         with monkeypatch.context() as patched:
-            patched.setattr(patch.Journal, "apply", lambda self, moves: (_ for _ in ()).throw(KeyboardInterrupt()))
-            with pytest.raises(KeyboardInterrupt):
+            patched.setattr(patch.Journal, "apply", stop)
+            with pytest.raises(Stopped):
                 swap_in_place(folder, to=INTERLEAVED)
         with pytest.raises(ConverterError, match="unfinished swap to interleaved"):
             swap_in_place(folder, to=HALF_SPLIT)
@@ -256,56 +296,99 @@ class TestInPlace:
 
     @pytest.mark.slow
     def test_killed_at_fifty_random_moments(self, tmp_path):
-        import random
-        import time
-
+        """Moments after the journal appeared: before it a kill has nothing to lose."""
         original = save(make("Llama", {**LLAMA_LIKE, "hidden_size": 768, "num_hidden_layers": 12}), tmp_path / "model")
         done = shutil.copytree(original, tmp_path / "done")
-        start = time.monotonic()
-        subprocess.run(command(done), check=True)
-        took = time.monotonic() - start
-        for _ in range(50):
+        took = started(done)[1]()
+        unfinished = 0
+        for seed in range(50):
             folder = shutil.copytree(original, tmp_path / "run")
-            process = subprocess.Popen(command(folder))
-            time.sleep(took * random.uniform(0.5, 1.0))
+            process, _ = started(folder)
+            time.sleep(took * random.Random(seed).random())
             process.send_signal(signal.SIGKILL)
             process.wait()
+            unfinished += (folder / patch.FOLDER).exists()
             finish_swap(folder)
             assert contents(folder) == contents(done)
             shutil.rmtree(folder)
+        assert unfinished >= 10
+
+
+def started(folder: Path) -> tuple[subprocess.Popen[bytes], Callable[[], float]]:
+    """A swap in place that has begun its journal, and what waits for its end and tells how long that took."""
+    process = subprocess.Popen(command(folder), stdout=subprocess.DEVNULL)
+    while not (folder / patch.FOLDER).exists() and process.poll() is None:
+        time.sleep(0.0005)
+    start = time.monotonic()
+
+    def wait() -> float:
+        assert process.wait() == 0
+        return time.monotonic() - start
+
+    return process, wait
 
 
 class Stopped(BaseException):
     """As a kill: nothing may catch it."""
 
 
-def run_until(stop: int, folder: Path, patched: pytest.MonkeyPatch) -> bool:
-    """Swap, and die before system call number `stop`; whether it got to the end."""
-    count = 0
+def stop(*arguments: object, **keywords: object) -> None:
+    raise Stopped
 
-    def counted(function):
+
+class Dying:
+    """Counts system calls, and dies before number `stop`, as by a power cut: pages written since the last sync of
+    their file may have reached the disk or not."""
+
+    CALLS = ("fsync", "pwrite", "unlink", "rmdir", "mkdir", "replace")
+
+    def __init__(self, stop: int, patched: pytest.MonkeyPatch) -> None:
+        self.left, self.lost = stop, random.Random(stop)
+        #: Of each file what was there before what has not been synced.
+        self.unsynced: dict[str, list[tuple[int, bytes]]] = {}
+        self.lock = threading.Lock()
+        self.write = os.pwrite
+        for name in self.CALLS:
+            patched.setattr(os, name, self.counted(name, getattr(os, name)))
+
+    def counted(self, name: str, function):
         def call(*arguments, **keywords):
-            nonlocal count
-            if count >= stop:  # and every later one: a dead process does nothing more
-                raise Stopped
-            count += 1
+            with self.lock:
+                if not self.left:  # and every later one: a dead process does nothing more
+                    raise Stopped
+                self.left -= 1
+                if name == "pwrite":
+                    handle, data, offset = arguments
+                    file = os.readlink(f"/proc/self/fd/{handle}")
+                    with open(file, "rb") as content:
+                        content.seek(offset)
+                        self.unsynced.setdefault(file, []).append(
+                            (offset, content.read(len(data)).ljust(len(data), b"\0"))
+                        )
+                elif name == "fsync":
+                    self.unsynced.pop(os.readlink(f"/proc/self/fd/{arguments[0]}"), None)
             return function(*arguments, **keywords)
 
         return call
 
-    for module, name in (
-        (os, "fsync"),
-        (os, "pwrite"),
-        (os, "copy_file_range"),
-        (os, "unlink"),
-        (os, "rmdir"),
-        (os, "mkdir"),
-        (os, "replace"),
-    ):
-        patched.setattr(module, name, counted(getattr(os, name)))
+    def lose(self) -> None:
+        """Take back some pages, last writes first."""
+        for file, writes in self.unsynced.items():
+            if os.path.exists(file):
+                with open(file, "r+b") as target:
+                    for offset, old in reversed(writes):
+                        for start in range(0, len(old), 512):
+                            if self.lost.random() < 0.5:
+                                self.write(target.fileno(), old[start : start + 512], offset + start)
+
+
+def run_until(stop: int, folder: Path, patched: pytest.MonkeyPatch) -> bool:
+    """Swap, and die before system call number `stop`; whether it got to the end."""
+    dying = Dying(stop, patched)
     try:
         swap_in_place(folder, to=INTERLEAVED)
     except Stopped:
+        dying.lose()
         return False
     return True
 

@@ -36,6 +36,8 @@ _IDS = {
     "eos_token_id": "tokenizer.ggml.eos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
+#: The tensor in which llama.cpp keeps Llama 3's scaling: what each rotary frequency is divided by.
+DIVISORS = "rope_freqs.weight"
 
 
 class GGUFContainer(Container):
@@ -84,7 +86,7 @@ class GGUFFile:
         self.names = list(self.layout)
 
     def config(self) -> dict[str, Any]:
-        """The metadata, without what has an entry for each token, and the token ids under their usual names."""
+        """The metadata, without what has an entry for each token; the token ids under their usual names; DIVISORS."""
         fields = {
             name: _plain(field) for name, field in self._reader.fields.items() if name not in _LONG and "." in name
         }
@@ -92,7 +94,8 @@ class GGUFFile:
         ids = {name: fields[key] for name, key in _IDS.items() if key in fields}
         tokens = self._reader.fields.get("tokenizer.ggml.tokens")
         size = {"vocab_size": len(tokens.data)} if tokens is not None else {}
-        return {"model_type": "gguf", **size, **fields, **ids}
+        divisors = {DIVISORS: self._tensors[DIVISORS].data.tolist()} if DIVISORS in self._tensors else {}
+        return {"model_type": "gguf", **size, **fields, **ids, **divisors}
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, dequantised where it is quantised."""

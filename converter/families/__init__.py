@@ -42,7 +42,7 @@ class Family(ABC):
     ties_by_default: ClassVar[bool] = False
     #: bos, eos and pad where the config does not say them: the defaults of transformers' config class.
     default_token_ids: ClassVar[Mapping[str, int | None]] = {}
-    #: The recipe that `convert` takes when none is named.
+    #: The recipe that `convert` takes when none is named, unless `recipe_for` says otherwise.
     default_recipe: ClassVar[str | None] = None
     #: transformers' class that runs this family. A family without one is run by that of its stand-in.
     model_class: ClassVar[str | None] = None
@@ -60,6 +60,10 @@ class Family(ABC):
     @abstractmethod
     def mappings(self, spec: ModelSpec, block: BlockRef) -> list[TensorMapping]:
         """Which tensors, by names without the prefix, hold the roles of a block."""
+
+    def recipe_for(self, spec: ModelSpec) -> str | None:
+        """The recipe that `convert` takes for a checkpoint of these facts when none is named."""
+        return self.default_recipe
 
     def remarks(self, config: Mapping[str, Any], tokens: int | None) -> list[str]:
         """What a user should know about a checkpoint of this config, whose tokenizer has so many tokens."""

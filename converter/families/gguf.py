@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from converter.checkpoint import Checkpoint, TensorInfo
 from converter.config import ConfigReader
+from converter.containers.gguf import DIVISORS
 from converter.errors import CheckpointError, UnsupportedError, did_you_mean
 from converter.families import Family, family
 from converter.mapping import Direct, Drop, TensorMapping
+from converter.rope.scaling import scaling_of
 from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions, QKNorm, RopeLayout, RopeSpec
 
 #: Architecture -> layout, linears that carry biases, norms on q and k.
@@ -32,13 +33,6 @@ _LINEARS = {
 }
 
 
-def scaled_frequencies(checkpoint: Checkpoint, info: TensorInfo, spec: ModelSpec) -> str | None:
-    """Why a table of frequency factors changes the function: llama.cpp keeps Llama 3's scaling in one."""
-    if bool((checkpoint.read(info.name) == 1).all()):
-        return None
-    return "it scales the rotary frequencies, as Llama 3's long context does, and a GGUF does not say by which rule"
-
-
 @family
 class GGUF(Family):
     """A GGUF file. transformers has no class for it; the reference model runs it."""
@@ -49,7 +43,7 @@ class GGUF(Family):
     head = "output.weight"
     ties_by_default = True
     default_recipe = "gguf-to-hf"
-    drops: ClassVar[tuple[Drop, ...]] = (Drop(r"rope_freqs\.weight", "table of ones", scaled_frequencies),)
+    drops: ClassVar[tuple[Drop, ...]] = (Drop(r"rope_freqs\.weight", "divisors of the rotary frequencies, now a rule"),)
 
     def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:
         architecture = config.read("general.architecture", str)
@@ -129,4 +123,21 @@ def _rope(config: ConfigReader, a: str, head_dim: int, layout: RopeLayout) -> Ro
     elif kind != "none":
         raise UnsupportedError(f"the rotary positions are scaled by '{kind}'", where=config.where, fix="Known: linear")
     width = config.read(f"{a}.rope.dimension_count", int, head_dim)
-    return RopeSpec(config.read(f"{a}.rope.freq_base", float, 10000.0), width, layout, scaling)
+    theta = config.read(f"{a}.rope.freq_base", float, 10000.0)
+    divisors = config.config.get(DIVISORS)
+    config.ignore({DIVISORS: "read as a rule of RoPE scaling"})
+    if divisors is not None:
+        try:
+            if len(divisors) != width // 2:
+                raise ValueError(f"there are {len(divisors)}, for {width // 2} frequencies")
+            rule = scaling_of(divisors, theta)
+            if rule and scaling:
+                raise ValueError("the metadata scales the positions too")
+        except ValueError as error:
+            raise UnsupportedError(
+                f"'{DIVISORS}' divides the rotary frequencies in a way that no rule is known for",
+                where=config.where,
+                why=str(error),
+            ) from None
+        scaling = scaling or rule
+    return RopeSpec(theta, width, layout, scaling)

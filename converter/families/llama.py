@@ -26,6 +26,8 @@ class Llama(TargetFamily):
     name = "llama"
     label: ClassVar[str] = "LLaMA"
     layout: ClassVar[RopeLayout] = RopeLayout.HALF_SPLIT
+    #: Whether its files can be cut for ranks of tensor parallelism.
+    cut_for_ranks: ClassVar[bool] = False
     prefix = "model."
     embedding = "embed_tokens.weight"
     model_class: ClassVar[str | None] = "LlamaForCausalLM"
@@ -120,14 +122,20 @@ class Llama(TargetFamily):
         """Raise UnsupportedError for what neither a LLaMA nor its relatives can hold."""
         problems = [
             (spec.norm is not Norm.RMSNORM, "its norm is LayerNorm", "layernorm_to_rmsnorm"),
-            (not spec.pre_norm, "its norms stand after the sublayers", "a post-LN recipe"),
+            (not spec.pre_norm, "its norms stand after the sublayers", "post_ln_to_pre_ln"),
+            (not spec.final_norm, "it has no final norm", None),
+            (spec.embedding_norm, "its embeddings are normed before the first layer", None),
+            (spec.sandwich_norm, "what its sublayers write is normed", None),
+            (spec.residual_scale != 1, f"its residual stream is scaled by {spec.residual_scale:g}", None),
+            (spec.tied_head and spec.embedding_size is not None, "its head is tied behind a projection", "untie_head"),
             (spec.norm_bias, "its norms have biases", "layernorm_to_rmsnorm"),
             (spec.final_norm_bias, "its final norm has a bias", "fold_final_norm_bias"),
             (not spec.gated_mlp, "its MLP is not gated", "gelu_to_swiglu"),
-            (spec.positions is not Positions.ROPE, "its positions are learned", "learned_positions_to_rope"),
+            (spec.absolute_positions, f"its positions are {spec.positions.value}", "learned_positions_to_rope"),
             (_scaled(spec), "its attention scale is not 1/sqrt(head_dim)", "fold_attention_scale"),
             (spec.parallel_residual, "its attention and MLP are parallel", None),
             ("head" in spec.biases, "its head has a bias", None),
+            (spec.ranks > 1 and not self.cut_for_ranks, f"its files are to be cut for {spec.ranks} ranks", None),
         ]
         for wrong, what, remedy in problems:
             if wrong:

@@ -56,6 +56,7 @@ class LlamaMeta(Llama):
     name = "llama_meta"
     label = "LLaMA in Meta's format"
     layout = RopeLayout.INTERLEAVED
+    cut_for_ranks: ClassVar[bool] = True
     prefix = ""
     unprefixed = ()
     embedding = "tok_embeddings.weight"
@@ -154,8 +155,8 @@ class LlamaMeta(Llama):
         return params
 
     def finish(self, folder: Path, spec: ModelSpec) -> None:
-        """Write `params.json` and one `consolidated.00.pth` in the place of Hugging Face's files."""
-        to_meta_files(folder, folder, ranks=1)
+        """Write `params.json` and `consolidated.NN.pth` in the place of Hugging Face's files."""
+        to_meta_files(folder, folder, spec.ranks)
         for file in (folder / "config.json", *folder.glob("model*.safetensors*")):
             file.unlink()
 

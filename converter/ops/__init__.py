@@ -61,6 +61,14 @@ class Calibration(ABC):
         For ops that set `follows_source`.
         """
 
+    def as_read(self, states: Tensor) -> Tensor:
+        """States that leave this block, to be compared with `targets`.
+
+        They are what they are, unless the source's norms stand behind the sublayers and the converted model's before
+        them: then what leaves a layer is compared as the next one reads it, through the norm that was moved there.
+        """
+        return states
+
     @abstractmethod
     def mask(self, rows: Tensor) -> Tensor:
         """Where (B, T) there is a token and no padding."""

@@ -6,7 +6,9 @@ A layer's parameters theta are moved by gradient so that
 
 falls, where x are the states that enter the layer in the model converted so far, with all the damage of the layers
 before it, and y those that leave the same layer of the source, fed its own states. Each token is divided by its own
-size because the next norm does so; a few states of huge norm would own the sum otherwise.
+size because the next norm does so; a few states of huge norm would own the sum otherwise. Where the source's norms
+stand behind the sublayers (post-LN), y is what its next layer reads, and f is compared as the converted model's next
+layer reads it: through the norm that was moved there, so that the scale of the stream is free.
 
 S is the covariance of the errors so far and s the mean of its diagonal: generalised least squares (Aitken 1935),
 damped by the 1. y holds all that the source knew, positions too, so a layer can learn to read off the prefix what a
@@ -179,7 +181,7 @@ def _errors(
 
     inside = calibration.mask(rows)
     targets = calibration.targets(rows)[inside]
-    outputs = run_layer(roles, spec, layer, calibration.inputs(rows))[inside]
+    outputs = calibration.as_read(run_layer(roles, spec, layer, calibration.inputs(rows)))[inside]
     errors: Tensor = (outputs - targets) / targets.norm(dim=-1, keepdim=True).clamp_min(1e-30)
     return errors
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converter.ops import Block, Calibration, Notes, Op, op, require
+from converter.ops.post_ln_to_pre_ln import last_norm
 from converter.spec import HEAD, BlockRef, ModelSpec
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ class FoldFinalNormBias(Op):
         inverse = (states.double().square().mean(dim=-1) + spec.norm_eps).rsqrt()
         rho = float(inverse.mean() / inverse.square().mean())
         head_block = calibration.source_block(HEAD)
+        if "final_norm.weight" not in head_block:  # a post-LN source: its last norm has become the final one
+            head_block = Block({**head_block, **last_norm(spec.num_layers, calibration)})
         sample = states[:: max(1, len(states) // _SAMPLE)]
         shifts = [part * rho for part in _PARTS]
         costs = [self._fit(head_block, spec, sample, shift)[1] for shift in shifts]

@@ -7,26 +7,30 @@ neuron's own column of `down`. With K = 1 the up rows are zero and the up bias i
 constants are in `swiglu_fits`; SiLU and quick-GELU are exact, the GELUs and ReLU approximate. With K
 units the MLP is K times as wide.
 
-With `refit` an approximate fit looks at the data. For K = 1 every neuron takes from a ladder of slopes a the one
-whose silu(a z) is nearest to a multiple of f(z) on the neuron's own pre-activations z. For any K, `down` and its bias
-then follow by least squares (ridge, fp64) against what the MLP gave before.
+With `refit` an approximate fit looks at the data. For K = 1 every neuron of a GELU takes from a ladder of slopes a the
+one whose silu(a z) is nearest to a multiple of f(z) on the neuron's own pre-activations z; ReLU has one slope for all, a
+steep one. For any K, `down` and its bias then follow by least squares (ridge, fp64) against what the MLP gave before.
+What the neurons err by before that, for K = 1, is noted for each layer.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from converter.ops import Block, Calibration, Notes, Op, op, require
-from converter.ops.least_squares import after_attention, chunks, refit_down
+from converter.ops.least_squares import chunks, refit_down
 from converter.ops.swiglu_fits import EXACT, FITS
 from converter.spec import Activation, BlockRef, ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Slopes a that a neuron may take for K = 1; one for all is 1.74.
+#: Slopes a that a neuron of a GELU may take for K = 1; one for all is 1.74.
 _LADDER = tuple(1.4 + 0.05 * step for step in range(17))
+_GELUS = (Activation.GELU_ERF, Activation.GELU_TANH)
 #: Tokens that they are chosen on: a choice among few.
 _SLOPE_TOKENS = 8192
 
@@ -100,11 +104,16 @@ class GeluToSwiglu(Op):
         if calibration is None or self.exact(spec):
             return result
         if self.units == 1:
-            slopes = _slopes(block, spec, ref.index, calibration) / fit[0].a
+            ladder = _LADDER if spec.activation in _GELUS else (fit[0].a,)
+            slopes, notes.errors["of the neurons"] = _slopes(ladder, block, spec, ref.index, calibration)
+            slopes = slopes / fit[0].a
             result["gate.weight"] = gate_weight * slopes[:, None]
             result["gate.bias"] = gate_bias * slopes
             result["up.bias"] = up_bias / slopes
-        return refit_down(result, self.change(spec), block, spec, ref.index, calibration)
+        from converter.model import run_layer
+
+        before = partial(run_layer, block, spec, ref.index)
+        return refit_down(result, self.change(spec), ref.index, calibration, before)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
@@ -114,23 +123,32 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-def _slopes(block: Block, spec: ModelSpec, layer: int, calibration: Calibration) -> Tensor:
-    """For each neuron the slope of `_LADDER` that fits its pre-activations best, (H,)."""
+def _slopes(
+    ladder: tuple[float, ...], block: Block, spec: ModelSpec, layer: int, calibration: Calibration
+) -> tuple[Tensor, float]:
+    """For each neuron the slope of a ladder that fits its pre-activations best, (H,), and the error over all neurons.
+
+    The error is the root of E|f(z) - silu(a z)/a|^2 / E|f(z)|^2.
+    """
     import torch
 
-    from converter.model import activate, run_norm
+    from converter.model import activate, after_attention, run_norm
 
     width = spec.intermediate_size
-    along, square = (block["up.weight"].new_zeros(len(_LADDER), width) for _ in range(2))
+    along, square = (block["up.weight"].new_zeros(len(ladder), width) for _ in range(2))
+    energy = block["up.weight"].new_zeros(width)
     for rows in chunks(calibration, _SLOPE_TOKENS):
         states = after_attention(block, spec, layer, calibration.inputs(rows))[calibration.mask(rows)]
         z = run_norm(block, "mlp_norm", spec, states) @ block["up.weight"].T
         z = z + block["up.bias"] if "up.bias" in block else z
         wanted = activate(spec.activation, z)
-        for place, slope in enumerate(_LADDER):
+        energy += wanted.square().sum(dim=0)
+        for place, slope in enumerate(ladder):
             drawn = activate(Activation.SILU, slope * z)
             along[place] += (drawn * wanted).sum(dim=0)
             square[place] += drawn.square().sum(dim=0)
     # |f - c s|^2 is least at c = (f.s)/(s.s), by (f.s)^2/(s.s) below |f|^2.
-    gains = along.square() / square.clamp_min(1e-30)
-    return torch.tensor(_LADDER).to(gains)[gains.argmax(dim=0)]
+    best = (along.square() / square.clamp_min(1e-30)).argmax(dim=0)
+    slopes = torch.tensor(ladder).to(along)[best]
+    left = energy - 2 * along.gather(0, best[None])[0] / slopes + square.gather(0, best[None])[0] / slopes**2
+    return slopes, math.sqrt(max(float(left.sum() / energy.sum().clamp_min(1e-30)), 0.0))

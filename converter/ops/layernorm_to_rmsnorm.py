@@ -37,7 +37,13 @@ class LayerNormToRMSNorm(Op):
 
     def change(self, spec: ModelSpec) -> ModelSpec:
         require(spec.norm is Norm.LAYERNORM, self.name, "the model has RMSNorm already, and centring would change it")
-        require(spec.pre_norm, self.name, "the norms stand after the sublayers (post-LN)", "Use a post-LN recipe")
+        require(
+            spec.pre_norm,
+            self.name,
+            "the norms stand after the sublayers (post-LN)",
+            "Put post_ln_to_pre_ln before it, as recipe postln-to-llama does",
+        )
+        require(spec.final_norm, self.name, "the model has no final norm, so the head would see the stream centred")
         require(
             not spec.tied_head,
             self.name,

@@ -1,10 +1,10 @@
 """Learned positions -> RoPE. Lossy: the step that costs the most, and the one that healing is for.
 
-A learned position vector is added once, to the embedding, and reaches everything; RoPE (Su et al.
-2021) turns q and k in every layer and reaches the attention logits only. What can be kept of the
-vectors without data is their mean, which goes into the token embeddings. The k bias does nothing in a
-model without RoPE (it adds the same amount to all logits of a row), so whatever it holds is noise;
-rotated it would not be nothing, and is set to zero.
+A learned position vector, or one of sines and cosines, is added once, to the embedding, and reaches
+everything; RoPE (Su et al. 2021) turns q and k in every layer and reaches the attention logits only.
+What can be kept of the vectors without data is their mean, which goes into the token embeddings. The
+k bias does nothing in a model without RoPE (it adds the same amount to all logits of a row), so
+whatever it holds is noise; rotated it would not be nothing, and is set to zero.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LearnedPositionsToRope(Op):
         return False
 
     def change(self, spec: ModelSpec) -> ModelSpec:
-        require(spec.positions is Positions.LEARNED, self.name, "the model has no learned positions")
+        require(spec.absolute_positions, self.name, "the model adds no positions to its embeddings")
         require(spec.head_dim % 2 == 0, self.name, f"rotary pairs need an even head_dim, and it is {spec.head_dim}")
         require(
             not spec.tied_head,
@@ -51,11 +51,12 @@ class LearnedPositionsToRope(Op):
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
         if ref.kind == "embeddings":
-            positions = block["positions.weight"].double()
+            from converter.model import position_table
+
+            embed, positions = block["embed.weight"], position_table(block, spec).double()
             mean = positions.mean(dim=0)
             notes.drop("positions.weight", "positions beyond their mean, which is in embed.weight", positions - mean)
-            embed = block["embed.weight"]
-            return Block({"embed.weight": embed + mean.to(embed.dtype)})
+            return block.without("positions.weight").but(embed_weight=embed + mean.to(embed.dtype))
         if ref.kind == "layer" and "k.bias" in block:
             notes.drop("k.bias", "does nothing before RoPE and would be noise after it; zeros", block["k.bias"])
             return block.but(k_bias=block["k.bias"].new_zeros(block["k.bias"].shape))

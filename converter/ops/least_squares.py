@@ -6,13 +6,14 @@ ridge, relative to the mean of the Gram matrix's diagonal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
+
+from converter.ops import Block, Calibration
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from converter.ops import Block, Calibration
     from converter.spec import ModelSpec
 
 #: Tokens that a fit looks at; more change it less than the ridge does.
@@ -48,10 +49,20 @@ class Moments:
         if y is not None:
             self.cross = x.T @ y.double() if self.cross is None else self.cross.addmm_(x.T, y.double())
 
+    def mean_square(self) -> Tensor:
+        """E[x x^T]."""
+        assert self.gram is not None
+        return self.gram / self.count
+
+    def covariance(self) -> Tensor:
+        """E[x x^T] - E[x] E[x]^T, of moments with y = 1."""
+        assert self.cross is not None
+        mean = self.cross / self.count
+        return self.mean_square() - mean @ mean.T
+
     def ridged(self) -> Tensor:
         """E[x x^T], with the ridge on its diagonal."""
-        assert self.gram is not None
-        gram = self.gram / self.count
+        gram = self.mean_square()
         gram.diagonal().add_(RIDGE * float(gram.diagonal().mean()) + 1e-300)
         return gram
 
@@ -64,35 +75,39 @@ class Moments:
         return solution.T
 
 
-def after_attention(block: Block, spec: ModelSpec, layer: int, states: Tensor) -> Tensor:
-    """States between the attention and the MLP of a layer whose norms come first and whose MLP comes second."""
-    from converter.model import run_attention, run_norm
+def refit(block: Block, linear: str, pairs: Iterable[tuple[Tensor, Tensor]]) -> Block:
+    """`block` with a linear, and its bias where it has one, fitted to pairs of inputs (N, I) and outputs (N, O).
 
-    return states + run_attention(block, spec, layer, run_norm(block, "attn_norm", spec, states))
+    What is fitted is the change of the linear, so that the ridge draws to it as it is.
+    """
+    from converter.model import run_linear
+
+    moments, weight, bias = Moments(), block[f"{linear}.weight"], block.get(f"{linear}.bias")
+    for inputs, outputs in pairs:
+        missing = outputs - run_linear(block, linear, inputs)
+        moments.add(inputs if bias is None else _with_ones(inputs), missing)
+    change = moments.solve()
+    fitted = {f"{linear}.weight": (weight.double() + change[:, : weight.shape[1]]).to(weight.dtype)}
+    if bias is not None:
+        fitted[f"{linear}.bias"] = (bias.double() + change[:, -1]).to(bias.dtype)
+    return Block({**block, **fitted})
 
 
 def refit_down(
-    block: Block, spec: ModelSpec, before: Block, before_spec: ModelSpec, layer: int, calibration: Calibration
+    block: Block, spec: ModelSpec, layer: int, calibration: Calibration, wanted: Callable[[Tensor], Tensor]
 ) -> Block:
-    """`block` with `down`, and its bias where it has one, fitted to what the layer gave `before`.
+    """`block` with `down` refitted, so that the layer makes of states what is `wanted`."""
+    from converter.model import after_attention, run_neurons, run_norm
 
-    Both are given the same states. What is fitted is the change of `down`, so that the ridge draws to it as it is.
-    """
-    from converter.model import run_layer, run_neurons, run_norm
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in chunks(calibration):
+            states, inside = calibration.inputs(rows), calibration.mask(rows)
+            right = wanted(states)
+            states = after_attention(block, spec, layer, states)
+            neurons = run_neurons(block, spec, run_norm(block, "mlp_norm", spec, states))
+            yield neurons[inside], (right - states)[inside]
 
-    moments, down, bias = Moments(), block["down.weight"], block.get("down.bias")
-    for rows in chunks(calibration):
-        states, inside = calibration.inputs(rows), calibration.mask(rows)
-        wanted = run_layer(before, before_spec, layer, states)
-        states = after_attention(block, spec, layer, states)
-        neurons = run_neurons(block, spec, run_norm(block, "mlp_norm", spec, states))[inside]
-        missing = (wanted - states)[inside] - neurons @ down.T
-        if bias is not None:
-            missing, neurons = missing - bias, _with_ones(neurons)
-        moments.add(neurons, missing)
-    change = moments.solve()
-    result = block.but(down_weight=(down.double() + change[:, : down.shape[1]]).to(down.dtype))
-    return result if bias is None else result.but(down_bias=(bias.double() + change[:, -1]).to(bias.dtype))
+    return refit(block, "down", pairs())
 
 
 def _with_ones(rows: Tensor) -> Tensor:

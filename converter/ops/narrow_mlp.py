@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converter.ops import Block, Calibration, Notes, Op, op, require
-from converter.ops.least_squares import RIDGE, Moments, after_attention, chunks
+from converter.ops.least_squares import RIDGE, Moments, chunks
 from converter.spec import BlockRef, ModelSpec
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _moments(
     block: Block, spec: ModelSpec, layer: int, calibration: Calibration, about_mean: bool
 ) -> tuple[Tensor, Tensor]:
     """Mean (H,) and second moments (H, H) of the neurons' activations; the mean is zero unless `about_mean`."""
-    from converter.model import run_neurons, run_norm
+    from converter.model import after_attention, run_neurons, run_norm
 
     moments, total = Moments(), None
     for rows in chunks(calibration):

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from converter.containers import read_json
 from converter.errors import CheckpointError, ConverterError, UnsupportedError, raise_fault
 from converter.output import OutputFolder, disk_errors
-from converter.rope.moves import Move, Rows, rotating_mappings, stored_order, write_move
-from converter.rope.settle import STAMP, declared_voices, read_stamp, settle, stamped
-from converter.rope.swap import Say, SwapReport, kernel_copy, look, open_source
+from converter.rope.layout import Rows
+from converter.rope.moves import Move, stored_orders
+from converter.rope.settle import declared_voices, settle, stamped
+from converter.rope.swap import Say, SwapReport, copy_with_moves, look, open_source
 from converter.safetensors_file import SafetensorsFile
 from converter.source import SourceModel
 from converter.spec import RopeLayout
+from converter.stamp import STAMP, read_stamp
 
 CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -75,11 +75,7 @@ def swap_adapter(
     say(f"Will move rows in {len(moves)} of {len(file.layout)} tensors of the adapter")
     with OutputFolder(Path(target), overwrite=overwrite, source=folder) as output, disk_errors(output.partial):
         for each in sorted(path for path in folder.iterdir() if path.is_file()):
-            with each.open("rb") as content, (output.partial / each.name).open("wb") as copy:
-                kernel_copy(content.fileno(), copy.fileno(), 0, each.stat().st_size)
-        with file.path.open("rb") as content, (output.partial / _WEIGHTS).open("r+b") as copy:
-            for move in moves:
-                write_move(move, content.fileno(), copy.fileno())
+            copy_with_moves(each, output.partial / each.name, moves if each == file.path else ())
         (output.partial / STAMP).write_text(stamped(folder, source, settlement, to, len(moves)), encoding="utf-8")
         output.commit()
     moved = sum(move.nbytes for move in moves)
@@ -158,12 +154,10 @@ def _plan(file: SafetensorsFile, source: SourceModel, to: RopeLayout, config: di
 def _rotating_modules(source: SourceModel, to: RopeLayout) -> dict[str, _Rotating]:
     """Module of the base, without the family's prefix -> the order of its rows."""
     modules = {}
-    for _, mapping in rotating_mappings(source):
-        name = mapping.names[0]
+    for name, order in stored_orders(source, to):
         info = source.checkpoint.tensors[source.names[name]]
-        order = stored_order(mapping, source.spec, to, info.shape[0], info.name)
-        if order is not None and name.endswith(".weight") and len(info.shape) == 2:
-            modules[name.removesuffix(".weight")] = _Rotating(np.asarray(order), info.name)
+        if name.endswith(".weight") and len(info.shape) == 2:
+            modules[name.removesuffix(".weight")] = _Rotating(order, info.name)
     return modules
 
 

@@ -18,48 +18,30 @@ their squares is the score. `docs/rope.md` has the calibration.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from threadpoolctl import threadpool_limits
 
-from converter.errors import UnsupportedError
-from converter.mapping import TensorMapping
-from converter.rope.layout import head_order, other_layout
+from converter.rope.columns import Columns, layer_columns
+from converter.rope.hypotheses import Order, query_key_hypotheses, undone
 from converter.source import SourceModel
-from converter.spec import BlockRef, ModelSpec, RopeLayout
-
-if TYPE_CHECKING:
-    from converter.text import Windows
+from converter.spec import ModelSpec, RopeLayout
 
 #: Cosines along the frequencies. Fewer lose half of the signal, more add noise (docs/rope.md).
 _WAVES = 4
 #: Columns of q and k that are looked at; the inputs of a layer are alike, and more than these tell nothing new.
-_COLUMNS = 256
+COLUMNS = 256
 #: Least score of the winner, and least distance to any other verdict (docs/rope.md).
 LEAST_SCORE = 28.0
 LEAST_MARGIN = 4.0
 #: What a mistake's score is lowered by: a priori it is less likely than none. Less than half of LEAST_MARGIN, so
 #: that a layout is never named where a mistake explains the rows better.
 PENALTY = 1.9
-#: A loss lower by this many nats a token decides between the readings of a text.
-LEAST_LOSS_DIFFERENCE = 0.02
-
-
-@dataclass(frozen=True)
-class Order:
-    """A hypothesis on the rows of q or of k: component p of the half-split order lies at `rows[p]` of its head."""
-
-    name: str
-    rows: tuple[int, ...]
-    #: The layout; None where it is what a mistake makes of one.
-    layout: RopeLayout | None = None
-    #: Rows of a unit that the mistake took for a head, where that is wider than a head.
-    across: tuple[int, RopeLayout] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,163 +76,92 @@ def detect_source(source: SourceModel) -> Detection:
     """The layout of an opened checkpoint."""
     if source.spec.rope is None:
         return Detection("none", 1.0, None, "none", "none", 0.0, 0.0, reason="the family has no RoPE")
-    with _one_thread():
-        return detect_layers(query_key_layers(source), source.spec)
+    return detect_layers(query_key_layers(source), source.spec)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The products are small: beside other work two threads took ten times as long as one, waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def query_key_layers(source: SourceModel) -> Iterator[tuple[Tensor, Tensor]]:
-    """`_COLUMNS` columns of q and k of each layer that rotates, with their biases as one more column."""
-    assert source.spec.rope is not None
-    for index in range(source.spec.num_layers):
-        if not source.spec.rope.rotates(index):
-            continue
-        found: dict[str, Tensor] = {}
-        for mapping in source.family.mappings(source.spec, BlockRef("layer", index)):
-            if any(role.split(".")[0] in ("q", "k") for role in mapping.roles):
-                found.update(_read_mapping(source, mapping))
+def query_key_layers(source: SourceModel) -> Iterator[tuple[Columns, Columns]]:
+    """`COLUMNS` columns of q and k of each layer that rotates, with their biases as one more column."""
+    for _, roles in layer_columns(source, lambda layer: slice(0, COLUMNS)):
         q, k = (
-            torch.cat([found[f"{part}.weight"], found[f"{part}.bias"][:, None]], dim=1)
-            if f"{part}.bias" in found
-            else found[f"{part}.weight"]
+            np.concatenate([roles[f"{part}.weight"], roles[f"{part}.bias"][:, None]], axis=1)
+            if f"{part}.bias" in roles
+            else roles[f"{part}.weight"]
             for part in ("q", "k")
         )
         yield q, k
 
 
-def _read_mapping(source: SourceModel, mapping: TensorMapping) -> dict[str, Tensor]:
-    tensors = [source.checkpoint.read(source.names[name]) for name in mapping.names]
-    if not all(tensor.is_floating_point() for tensor in tensors):
-        raise UnsupportedError(
-            f"'{source.names[mapping.names[0]]}' is quantised", why="its values are not the weights, so nothing is seen"
-        )
-    return {
-        role: tensor[:, :_COLUMNS] if tensor.ndim == 2 else tensor
-        for role, tensor in zip(mapping.roles, mapping.to_roles(*tensors), strict=True)
-        if role in ("q.weight", "k.weight", "q.bias", "k.bias")
-    }
-
-
-def detect_layers(layers: Iterable[tuple[Tensor, Tensor]], spec: ModelSpec) -> Detection:
+def detect_layers(layers: Iterable[tuple[Columns, Columns]], spec: ModelSpec) -> Detection:
     """The layout of q (H * d, D) and k (K * d, D) of some layers, ranked over all of them at once."""
-    assert spec.rope is not None
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    orders = {
-        "q": hypotheses(spec.head_dim, spec.rope.rotary_dim, heads, {"k": kv_heads}),
-        "k": hypotheses(spec.head_dim, spec.rope.rotary_dim, kv_heads, {"q": heads, "a group": heads // kv_heads}),
-    }
-    wide = {part: sorted({o.across for o in orders[part] if o.across}) for part in ("q", "k")}
-    products: dict[tuple[Any, Any], list[Tensor]] = {}
-    for q, k in layers:
-        queries = {across: _group(_undo(q.float(), across), spec) for across in (None, *wide["q"])}
-        keys = {across: _undo(k.float(), across) for across in (None, *wide["k"])}
-        for pair in ((a, b) for a in queries for b in keys if a is None or b is None):
-            products.setdefault(pair, []).append(_products(queries[pair[0]], keys[pair[1]], spec))
-    if not products:
+    statistics = _statistics(*query_key_hypotheses(spec))
+    seen = False
+    with threadpool_limits(
+        1
+    ):  # the products are small: beside other work threads wait for each other ten times as long
+        for q, k in layers:
+            seen = True
+            for (q_across, k_across), statistic in statistics.items():
+                statistic.add(_products(_taken_back(q, q_across), _taken_back(k, k_across), spec))
+    if not seen:
         return Detection("none", 1.0, None, "none", "none", 0.0, 0.0, reason="no layer rotates")
-    stacked = {key: torch.cat(parts) for key, parts in products.items()}
-    scores = {
-        (a, b): _score(stacked[a.across, b.across], a, b)
-        for a in orders["q"]
-        for b in orders["k"]
-        if (a.across, b.across) in stacked
-    }
-    return _decide(scores)
+    return _decide({pair: score for statistic in statistics.values() for pair, score in statistic.scores()})
 
 
-def _undo(rows: Tensor, across: tuple[int, RopeLayout] | None) -> Tensor:
-    """Take back a permutation over units that are wider than a head."""
-    if across is None:
-        return rows
-    unit, to = across
-    order = torch.tensor(head_order(unit, unit, to)).argsort()
-    return rows.reshape(-1, unit, rows.shape[1])[:, order].reshape(rows.shape)
+def _taken_back(rows: Columns, across: tuple[int, RopeLayout] | None) -> Columns:
+    return rows if across is None else rows[undone(across, len(rows))]
 
 
-def _group(q: Tensor, spec: ModelSpec) -> Tensor:
-    """(H * d, D) -> (K, d, D): the query heads of each key-value head added up."""
-    return q.reshape(spec.num_kv_heads, -1, spec.head_dim, q.shape[1]).sum(dim=1)
+def _products(q: Columns, k: Columns, spec: ModelSpec) -> Columns:
+    """q_a.k_b for all rows of each key-value head, (K, d, d), each of mean square 1; its query heads are added up."""
+    groups = q.reshape(spec.num_kv_heads, -1, spec.head_dim, q.shape[1]).sum(axis=1)
+    products: Columns = groups @ k.reshape(spec.num_kv_heads, spec.head_dim, -1).transpose(0, 2, 1)
+    size = np.sqrt(np.square(products).mean(axis=(1, 2), keepdims=True))
+    products /= np.maximum(size, np.finfo(size.dtype).tiny)
+    return products
 
 
-def _products(q: Tensor, k: Tensor, spec: ModelSpec) -> Tensor:
-    """q_a.k_b for all rows of each key-value head, (K, d, d), each of mean square 1."""
-    products = torch.bmm(q, k.reshape(spec.num_kv_heads, spec.head_dim, -1).transpose(1, 2))
-    size = products.pow(2).mean(dim=(1, 2), keepdim=True).sqrt()
-    return products / size.clamp_min(torch.finfo(size.dtype).tiny)
+def _statistics(q_orders: list[Order], k_orders: list[Order]) -> dict[tuple[Any, Any], _Statistic]:
+    """Pairs of hypotheses, by the products that they are tested on. Of q and k one at most was moved over heads."""
+    pairs: defaultdict[tuple[Any, Any], list[tuple[Order, Order]]] = defaultdict(list)
+    for q in q_orders:
+        for k in k_orders:
+            if q.across is None or k.across is None:
+                pairs[q.across, k.across].append((q, k))
+    return {key: _Statistic(found) for key, found in pairs.items()}
 
 
-def _score(products: Tensor, q: Order, k: Order) -> float:
-    """How much the coefficients of the pairs that a hypothesis names agree in sign.
+class _Statistic:
+    """How much the coefficients of the pairs that each hypothesis names agree in sign.
 
     Those of sin say which rows are pairs; those of cos, with half the weight, which row of q goes with which of k.
     """
-    half = len(q.rows) // 2
-    (aq, bq), (ak, bk) = ((torch.tensor(order.rows[:half]), torch.tensor(order.rows[half:])) for order in (q, k))
-    sines = products[:, aq, bk] - products[:, bq, ak]
-    cosines = products[:, aq, ak] + products[:, bq, bk]
-    frequencies = (torch.arange(half, dtype=torch.float64) + 0.5) / half
-    waves = torch.stack([torch.cos(math.pi * wave * frequencies) for wave in range(min(_WAVES, half))])
-    score = 0.0
-    for signed, weight in ((sines.double(), 1.0), (cosines.double(), 0.5)):
-        signed = signed.sign() * signed.abs().sqrt()  # single heads of great size must not speak for all
-        sums = waves @ signed.sum(dim=0)
-        squares = waves.pow(2) @ signed.pow(2).sum(dim=0)
-        score += weight * float((sums.pow(2) / squares.clamp_min(1e-30)).sum())
-    return score
 
+    def __init__(self, pairs: list[tuple[Order, Order]]) -> None:
+        self.pairs = pairs
+        self._half = half = len(pairs[0][0].rows) // 2
+        q, k = (np.array([pair[part].rows for pair in pairs]) for part in (0, 1))
+        #: For each hypothesis and frequency the rows of q and of k that are its first and its second.
+        self._q, self._k = (q[:, :half], q[:, half:]), (k[:, :half], k[:, half:])
+        self._sums = np.zeros((2, len(pairs), half))
+        self._squares = np.zeros((2, len(pairs), half))
 
-def hypotheses(head_dim: int, rotary_dim: int, num_heads: int, others: dict[str, int]) -> list[Order]:
-    """The two layouts, and what a permutation done wrongly makes of them; `others` are head counts taken by mistake."""
-    found: list[Order] = []
-    seen: set[tuple[tuple[int, ...], Any]] = set()
+    def add(self, products: Columns) -> None:
+        """Take in some heads, (n, d, d)."""
+        (aq, bq), (ak, bk) = self._q, self._k
+        for kind, found in enumerate(
+            (products[:, aq, bk] - products[:, bq, ak], products[:, aq, ak] + products[:, bq, bk])
+        ):
+            size = np.abs(found)
+            self._sums[kind] += (np.sign(found) * np.sqrt(size)).sum(axis=0)  # the root: no single head speaks for all
+            self._squares[kind] += size.sum(axis=0)
 
-    def add(order: Order) -> None:
-        if (order.rows, order.across) not in seen:
-            seen.add((order.rows, order.across))
-            found.append(order)
-
-    native = {
-        RopeLayout.HALF_SPLIT: tuple(range(rotary_dim)),
-        RopeLayout.INTERLEAVED: tuple(head_order(head_dim, rotary_dim, RopeLayout.HALF_SPLIT)[:rotary_dim]),
-    }
-    for layout, rows in native.items():
-        add(Order(layout.value, rows, layout))
-    for layout, rows in native.items():
-        for to in RopeLayout:
-            moved = f"{layout.value}, moved to {to.value}"
-            if layout is to:
-                add(Order(f"{moved} once more", _after(rows, head_order(head_dim, rotary_dim, to))))
-            if rotary_dim < head_dim:
-                whole = head_order(head_dim, head_dim, to)
-                add(Order(f"{moved} by whole heads instead of their {rotary_dim} rotary rows", _after(rows, whole)))
-            for whose, count in others.items():
-                unit = num_heads * head_dim // count
-                if count == num_heads or (num_heads * head_dim) % count or unit % 2 or rotary_dim < head_dim:
-                    continue
-                name = f"{moved} by the head count of {whose} ({count} instead of {num_heads})"
-                if head_dim % unit == 0 and unit < head_dim:
-                    inner = head_order(unit, unit, to)
-                    order = [start + row for start in range(0, head_dim, unit) for row in inner]
-                    add(Order(name, _after(rows, order)))
-                elif unit % head_dim == 0:
-                    add(Order(name, rows, across=(unit, to)))
-    return found
-
-
-def _after(rows: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Where rows are after a tensor was permuted: row n of it is row `order[n]` of before."""
-    places = {row: place for place, row in enumerate(order)}
-    return tuple(places[row] for row in rows)
+    def scores(self) -> Iterator[tuple[tuple[Order, Order], float]]:
+        """The score of each pair of hypotheses over everything that was taken in."""
+        frequencies = (np.arange(self._half) + 0.5) / self._half
+        waves = np.cos(np.pi * np.arange(min(_WAVES, self._half))[:, None] * frequencies)
+        sums, squares = self._sums @ waves.T, self._squares @ np.square(waves).T
+        sines, cosines = (np.square(sums) / np.maximum(squares, 1e-30)).sum(axis=-1)
+        yield from zip(self.pairs, (sines + 0.5 * cosines).tolist(), strict=True)
 
 
 def _decide(scores: dict[tuple[Order, Order], float]) -> Detection:
@@ -296,51 +207,3 @@ def _words(q: Order, k: Order) -> str:
         return f"q and k are {q.name}"
     words = f"q is {q.name}; k is {k.name}"
     return f"only one of q and k was moved: {words}" if q.layout and k.layout else words
-
-
-def detect_by_loss(source: SourceModel, windows: Windows) -> Detection:
-    """Decide by the loss on a text under both readings of the rows; the weights are told beside it."""
-    found = detect_source(source)
-    if source.spec.rope is None:
-        return found
-    losses = {layout.value: reading_loss(source, windows, layout) for layout in RopeLayout}
-    low, high = sorted(losses, key=lambda name: losses[name])
-    difference = losses[high] - losses[low]
-    facts = asdict(found) | {"losses": losses}
-    if difference < LEAST_LOSS_DIFFERENCE:
-        reason = f"the text does not decide: the losses differ by {difference:.4f} nats per token"
-        return Detection(**facts | {"layout": "unknown", "reason": reason})
-    reason = f"read as {low} the loss is lower by {difference:.3f} nats per token"
-    if found.fault:
-        return Detection(**facts | {"reason": f"{reason}, and the weights say that {found.fault}"})
-    if found.layout == other_layout(RopeLayout(low)).value:
-        reason += f"; the weights alone say {found.layout}"
-    return Detection(**facts | {"layout": low, "confidence": 1.0, "reason": reason})
-
-
-@torch.no_grad()
-def reading_loss(source: SourceModel, windows: Windows, layout: RopeLayout) -> float:
-    """Nats per token of the reference model, the rows of q and k read in this layout."""
-    import dataclasses
-
-    from converter import model
-    from converter.spec import EMBEDDINGS, HEAD
-    from converter.verification import batches, predictions
-
-    assert source.spec.rope is not None
-    spec = source.spec.replace(rope=dataclasses.replace(source.spec.rope, layout=layout))
-    block = source.read_block(EMBEDDINGS, torch.float32)
-    parts = list(batches(windows))
-    states = [model.run_embeddings(block, spec, torch.from_numpy(windows.ids[part])) for part in parts]
-    for index in range(spec.num_layers):
-        block = source.read_block(BlockRef("layer", index), torch.float32)
-        states = [model.run_layer(block, spec, index, each) for each in states]
-    block = source.read_block(HEAD, torch.float32)
-    total, count = 0.0, 0
-    for part, each in zip(parts, states, strict=True):
-        rows, positions, targets = predictions(windows, part)
-        for chosen in torch.arange(len(targets)).split(1024):
-            logits = model.run_head(block, spec, each[rows[chosen], positions[chosen]])
-            total += float(torch.nn.functional.cross_entropy(logits.double(), targets[chosen], reduction="sum"))
-        count += len(targets)
-    return total / count

@@ -14,11 +14,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from converter.errors import CheckpointError
 from converter.spec import ModelSpec, QKNorm, RopeLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+#: Row numbers: row n becomes what row `order[n]` was.
+Rows = npt.NDArray[np.int64]
 
 
 def other_layout(layout: RopeLayout) -> RopeLayout:
@@ -38,10 +45,11 @@ def head_order(head_dim: int, rotary_dim: int, to: RopeLayout) -> list[int]:
     return turned + list(range(rotary_dim, head_dim))
 
 
-def row_order(num_heads: int, head_dim: int, rotary_dim: int, to: RopeLayout) -> list[int]:
+def row_order(num_heads: int, head_dim: int, rotary_dim: int, to: RopeLayout) -> Rows:
     """`head_order` for all rows of a tensor: row n of the result is row `row_order[n]` of the source."""
-    order = head_order(head_dim, rotary_dim, to)
-    return [head * head_dim + row for head in range(num_heads) for row in order]
+    heads = np.arange(num_heads)[:, None] * head_dim
+    order: Rows = (heads + np.array(head_order(head_dim, rotary_dim, to))).reshape(-1)
+    return order
 
 
 def swap_rows(
@@ -62,7 +70,7 @@ def swap_rows(
     import torch
 
     check_rows(tuple(tensor.shape), num_heads, head_dim, name=name, axis=axis)
-    order = torch.tensor(row_order(num_heads, head_dim, rotary_dim, to), device=tensor.device)
+    order = torch.from_numpy(row_order(num_heads, head_dim, rotary_dim, to)).to(tensor.device)
     if tensor.element_size() == 1 and not tensor.is_meta:  # fp8 has no gather of its own
         moved: Tensor = tensor.view(torch.uint8).index_select(axis, order).view(tensor.dtype)
         return moved

@@ -7,27 +7,19 @@ moved a few megabytes at a time, whatever its size, and no tensor library is nee
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from converter.checkpoint import Checkpoint
-from converter.errors import CheckpointError, UnsupportedError
+from converter.errors import UnsupportedError
 from converter.mapping import Direct, TensorMapping
-from converter.rope.layout import check_rows, head_counts, row_order
-from converter.safetensors_file import SafetensorsFile
+from converter.rope.disk import PIECE, Bytes, NewFile, mapped, write_at
+from converter.rope.layout import Rows, check_rows, head_counts, row_order
 from converter.source import SourceModel
 from converter.spec import BlockRef, ModelSpec, RopeLayout
-
-Rows = npt.NDArray[np.int64]
-
-#: Bytes that are moved at once.
-_CHUNK = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -45,21 +37,36 @@ class Move:
         """Size of the tensor."""
         return self.row_bytes * len(self.order)
 
-    def chunks(self) -> Iterator[tuple[int, int, Rows]]:
-        """(offset in the tensor, bytes, order within) of pieces that no row leaves."""
+    def chunks(self) -> Iterator[tuple[int, Rows]]:
+        """(offset in the tensor, order within) of pieces that no row leaves, of PIECE bytes where units allow."""
         edges = unit_edges(self.order)
         first = 0
-        for last in range(1, len(edges)):
-            full = (edges[last] - edges[first]) * self.row_bytes >= _CHUNK or last == len(edges) - 1
-            if full:
-                start, end = int(edges[first]), int(edges[last])
-                yield start * self.row_bytes, (end - start) * self.row_bytes, self.order[start:end] - start
-                first = last
+        while first < len(edges) - 1:
+            most = edges[first] + PIECE // self.row_bytes
+            last = max(first + 1, int(np.searchsorted(edges, most, side="right")) - 1)
+            start, end = int(edges[first]), int(edges[last])
+            yield start * self.row_bytes, self.order[start:end] - start
+            first = last
 
-    def moved(self, data: bytes | bytearray, order: Rows) -> npt.NDArray[np.uint8]:
-        """The bytes of one chunk in the new order."""
-        moved: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8).reshape(len(order), self.row_bytes)[order]
-        return moved
+    def copy(self, source: int, target: NewFile) -> None:
+        """The rows in their new order, as the next bytes of a new file."""
+        for offset, order in self.chunks():
+            self._gather(source, self.start + offset, order, target.room(len(order) * self.row_bytes))
+
+    def apply(self, target: int, source: int, source_start: int, buffer: Bytes) -> None:
+        """Write the rows in place into open file `target`, from their old order in `source` at `source_start`.
+
+        The two may be one, for no chunk is read after it was written. `buffer` is memory to work in.
+        """
+        for offset, order in self.chunks():
+            size = len(order) * self.row_bytes
+            moved = buffer[:size] if size <= len(buffer) else np.empty(size, np.uint8)
+            self._gather(source, source_start + offset, order, moved)
+            write_at(target, moved, self.start + offset)
+
+    def _gather(self, source: int, start: int, order: Rows, out: Bytes) -> None:
+        rows = mapped(source, start, start + len(out)).reshape(-1, self.row_bytes)
+        np.take(rows, order, axis=0, out=out.reshape(rows.shape), mode="clip")  # "raise" would buffer the result
 
 
 def unit_edges(order: Rows) -> Rows:
@@ -80,7 +87,7 @@ def stored_order(mapping: TensorMapping, spec: ModelSpec, to: RopeLayout, rows: 
         if role in heads:
             count = heads[role]
             check_rows((len(places),), count, spec.head_dim, name=name)
-            order[places] = places[np.array(row_order(count, spec.head_dim, spec.rope.rotary_dim, to))]
+            order[places] = places[row_order(count, spec.head_dim, spec.rope.rotary_dim, to)]
     return order
 
 
@@ -109,28 +116,30 @@ def rotating_mappings(source: SourceModel) -> Iterator[tuple[int, TensorMapping]
                     yield index, mapping
 
 
-def plan_moves(source: SourceModel, to: RopeLayout) -> list[Move]:
-    """Every tensor that a swap to layout `to` touches; raises for files whose bytes cannot be addressed."""
-    files = {file: _addressable(file) for file in source.checkpoint.files}
-    moves = []
+def stored_orders(source: SourceModel, to: RopeLayout) -> Iterator[tuple[str, Rows]]:
+    """Family's name of each tensor that a swap to layout `to` touches, and the order of its rows."""
     for _, mapping in rotating_mappings(source):
         for bare in mapping.names:
             info = source.checkpoint.tensors[source.names[bare]]
             order = stored_order(mapping, source.spec, to, info.shape[0], info.name)
             if order is not None:
-                start, nbytes = files[info.file].span(info.raw_name)
-                moves.append(Move(info.name, info.file, start, nbytes // info.shape[0], order))
+                yield bare, order
+
+
+def plan_moves(source: SourceModel, to: RopeLayout) -> list[Move]:
+    """Every tensor that a swap to layout `to` touches; raises for files whose bytes cannot be addressed."""
+    moves = []
+    for bare, order in stored_orders(source, to):
+        info = source.checkpoint.tensors[source.names[bare]]
+        start = source.checkpoint.start(info.name)
+        if start is None:
+            raise UnsupportedError(
+                "rows are moved in safetensors files only, and this is a pickle",
+                where=str(info.file),
+                fix="Write it as safetensors first, with `converter convert`, or with save_pretrained",
+            )
+        moves.append(Move(info.name, info.file, start, info.nbytes // info.shape[0], order))
     return moves
-
-
-def _addressable(file: Path) -> SafetensorsFile:
-    if file.suffix != ".safetensors":
-        raise UnsupportedError(
-            "rows are moved in safetensors files only, and this is a pickle",
-            where=str(file),
-            fix="Write it as safetensors first, with `converter convert`, or with save_pretrained",
-        )
-    return SafetensorsFile(file)
 
 
 #: What quantisers put in the place of a weight or beside it.
@@ -157,31 +166,6 @@ def refuse_quantised(checkpoint: Checkpoint) -> None:
                 why="rows, scales and zeros would have to move together, and packed rows cannot be moved one by one",
                 fix="Swap the unquantised checkpoint, and quantise the result",
             )
-
-
-def write_move(move: Move, source: int, target: int, *, source_start: int | None = None) -> None:
-    """Move one tensor from open file `source` (at `source_start`) to its place in open file `target`."""
-    start = move.start if source_start is None else source_start
-    for offset, size, order in move.chunks():
-        data = _pread(source, size, start + offset)
-        _pwrite(target, move.moved(data, order), move.start + offset)
-
-
-def _pread(handle: int, size: int, offset: int) -> bytes:
-    data = os.pread(handle, size, offset)
-    while len(data) < size:  # one call reads 2 GiB at most, and a file may have become shorter
-        more = os.pread(handle, size - len(data), offset + len(data))
-        if not more:
-            raise CheckpointError("a file became shorter while it was read")
-        data += more
-    return data
-
-
-def _pwrite(handle: int, data: Any, offset: int) -> None:
-    view = memoryview(data).cast("B")
-    while view:
-        written = os.pwrite(handle, view, offset)
-        view, offset = view[written:], offset + written
 
 
 def total_bytes(moves: Iterable[Move]) -> int:

@@ -1,11 +1,15 @@
 """Swap the layout of a checkpoint where it lies: journaled, so that a kill at any moment loses nothing.
 
-    .rope-swap/old     the bytes of every tensor that moves, as they were, copied by the kernel
+    .rope-swap/old     the bytes of every tensor that moves, as they were
     .rope-swap/plan    what is to be done; it appears, by a rename, when `old` is on the disk
 
-Without a plan nothing has been touched, and the journal is thrown away. With one, the new bytes are made from `old`,
-not from the files, so that doing it again, from any state in between, gives the same; so does undoing
-it. The journal goes when everything is on the disk, plan first. Swapping back restores every byte.
+Without a plan nothing has been touched, and the journal is thrown away. With one, a run that goes on makes the new
+bytes from `old`, not from the files, so from any state in between it gives the same; so does undoing. Only the
+run that wrote the plan takes them from the files, for it knows that it has touched nothing yet.
+
+A power cut may keep any part of what was written after the last sync, in any order. So `old` and its folder are synced
+before the plan is there, the plan before a row moves, and the rows before the plan goes: whatever page of the
+checkpoint is old, new or torn, the plan and all of `old` are still there. Swapping back restores every byte.
 """
 
 from __future__ import annotations
@@ -22,15 +26,15 @@ from typing import Any
 import numpy as np
 
 from converter.errors import CheckpointError, ConverterError
-from converter.output import disk_errors
-from converter.rope.moves import Move, plan_moves, total_bytes, write_move
-from converter.rope.scores import here, verify_scores
-from converter.rope.settle import STAMP, Settlement, declared_voices, settle, stamped
+from converter.output import disk_errors, fsync
+from converter.rope.disk import PAGE, PIECE, NewFile, aligned_buffer, beside, mapped, write_at
+from converter.rope.moves import Move, plan_moves
+from converter.rope.scores import Rows, compare_scores, read_rows
+from converter.rope.settle import Settlement, declared_voices, settle, stamped
 from converter.rope.swap import (
     Say,
     SwapReport,
     announcement,
-    kernel_copy,
     look,
     make_report,
     open_source,
@@ -38,6 +42,7 @@ from converter.rope.swap import (
 )
 from converter.source import SourceModel
 from converter.spec import RopeLayout
+from converter.stamp import STAMP
 
 FOLDER = ".rope-swap"
 
@@ -65,10 +70,13 @@ def swap_in_place(
         moves = plan_moves(opened, to)
         _check_writable(moves)
         say(announcement(opened, moves))
-        settlement = settle(opened, to, voices, claimed, look(opened, text))
+        with journal.saving(moves):
+            settlement = settle(opened, to, voices, claimed, look(opened, text))
+            before = read_rows(opened)
         stamp = stamped(folder, opened, settlement, to, len(moves))
-        journal.write(moves, settlement, to, stamp)
-        return _finish(opened, journal, moves, settlement, to, stamp)
+        journal.write_plan(moves, settlement, to, stamp)
+        journal.apply(moves, untouched=True)
+        return _finish(opened, journal, moves, before, settlement, to, stamp)
 
 
 def roll_back(path: str | Path) -> bool:
@@ -101,22 +109,30 @@ def _resume(folder: Path, journal: Journal, plan: dict[str, Any], to: RopeLayout
         )
     say("Going on with a swap that was interrupted.")
     opened = open_source(folder)
+    moves = _planned_moves(folder, plan)
     settlement = Settlement(RopeLayout(plan["from"]), plan["voices"])
-    return _finish(opened, journal, _planned_moves(folder, plan), settlement, to, plan["stamp"])
+    before = read_rows(opened, {move.name: (journal.old, place) for place, move in journal.places(moves)})
+    journal.apply(moves, untouched=False)
+    return _finish(opened, journal, moves, before, settlement, to, plan["stamp"])
 
 
 def _finish(
-    source: SourceModel, journal: Journal, moves: list[Move], settlement: Settlement, to: RopeLayout, stamp: str
+    source: SourceModel,
+    journal: Journal,
+    moves: list[Move],
+    before: Rows,
+    settlement: Settlement,
+    to: RopeLayout,
+    stamp: str,
 ) -> SwapReport:
-    journal.apply(moves)
-    places = {move.name: (journal.old, place) for own in _by_file(moves).values() for place, move in own}
+    """Check what was applied, and undo it if it is wrong; stamp it, and remove the journal."""
     try:
-        error = verify_scores(source, places, here(moves), settlement.layout, to)
-    except BaseException as failure:
-        if isinstance(failure, Exception):
-            plan = journal.load()
-            assert plan is not None
-            _restore(journal.folder.parent, journal, plan)
+        with beside(lambda: sync(moves)):
+            error = compare_scores(source.spec, before, settlement.layout, read_rows(source), to)
+    except Exception:
+        plan = journal.load()
+        assert plan is not None
+        _restore(journal.folder.parent, journal, plan)
         raise
     journal.replace(journal.folder.parent / STAMP, stamp)
     journal.remove()
@@ -145,17 +161,39 @@ class Journal:
             raise CheckpointError("the journal of a swap is damaged", where=str(self.old), why="It is too short")
         return plan
 
-    def write(self, moves: list[Move], settlement: Settlement, to: RopeLayout, stamp: str) -> None:
-        """Copy what will be overwritten, and then the plan."""
-        root = self.folder.parent
+    @contextmanager
+    def saving(self, moves: list[Move]) -> Iterator[None]:
+        """Copy what is to be overwritten, beside what the caller does; an error of either leaves no journal."""
         self.folder.mkdir()
-        with self.old.open("wb") as old:
-            position = 0
-            for move in moves:
+        try:
+            with beside(lambda: self._save(moves)):
+                yield
+        except Exception:
+            shutil.rmtree(self.folder)
+            raise
+
+    def _save(self, moves: list[Move]) -> None:
+        *_, (last, move) = self.places(moves)
+        with NewFile(self.old, last + move.nbytes) as old:
+            for place, move in self.places(moves):
+                old.room(place - old.position)[:] = 0
                 with move.file.open("rb") as file:
-                    kernel_copy(file.fileno(), old.fileno(), move.start, move.nbytes, position)
-                position += move.nbytes
-            os.fsync(old.fileno())
+                    old.copy(file.fileno(), move.start, move.start + move.nbytes)
+            old.finish()
+        fsync(self.folder.parent)
+
+    @staticmethod
+    def places(moves: list[Move]) -> Iterator[tuple[int, Move]]:
+        """Where in `old` each tensor begins: as far from a page's beginning as in its file, for whole pages to go."""
+        position = 0
+        for move in moves:
+            position += (move.start - position) % PAGE
+            yield position, move
+            position += move.nbytes
+
+    def write_plan(self, moves: list[Move], settlement: Settlement, to: RopeLayout, stamp: str) -> None:
+        """What is to be done, when the old bytes are on the disk."""
+        root = self.folder.parent
         stamp_file = root / STAMP
         plan = {
             "from": settlement.layout.value,
@@ -163,28 +201,32 @@ class Journal:
             "voices": settlement.voices,
             "stamp": stamp,
             "old_stamp": stamp_file.read_text(encoding="utf-8") if stamp_file.exists() else None,
-            "old_bytes": total_bytes(moves),
+            "old_bytes": self.old.stat().st_size,
             "moves": [_move_facts(move, root) for move in moves],
         }
         self.replace(self.plan, json.dumps(plan))
 
-    def apply(self, moves: list[Move]) -> None:
-        """Write the new bytes, made from the old ones."""
-        with self.old.open("rb") as old:
-            for file, own in _by_file(moves).items():
-                with file.open("r+b", buffering=0) as target:
-                    for place, move in own:
-                        write_move(move, old.fileno(), target.fileno(), source_start=place)
-                    os.fsync(target.fileno())
+    def apply(self, moves: list[Move], *, untouched: bool) -> None:
+        """Write the new bytes, made from those of the files if these are `untouched`, else from the old ones."""
+        buffer = aligned_buffer(PIECE)
+        for old, target, place, move in self._opened(moves):
+            source, start = (target, move.start) if untouched else (old, place)
+            move.apply(target, source, start, buffer)
 
     def put_back(self, moves: list[Move]) -> None:
         """Write the old bytes."""
+        for old, target, place, move in self._opened(moves):
+            for offset in range(0, move.nbytes, PIECE):
+                size = min(PIECE, move.nbytes - offset)
+                write_at(target, mapped(old, place + offset, place + offset + size), move.start + offset)
+        sync(moves)
+
+    def _opened(self, moves: list[Move]) -> Iterator[tuple[int, int, int, Move]]:
+        """(open journal, open file, place in the journal, move)."""
         with self.old.open("rb") as old:
-            for file, own in _by_file(moves).items():
-                with file.open("r+b", buffering=0) as target:
-                    for place, move in own:
-                        kernel_copy(old.fileno(), target.fileno(), place, move.nbytes, move.start)
-                    os.fsync(target.fileno())
+            for place, move in self.places(moves):
+                with move.file.open("r+b", buffering=0) as target:
+                    yield old.fileno(), target.fileno(), place, move
 
     def replace(self, file: Path, text: str) -> None:
         """Write a file that is there whole or not at all; what is left of a killed attempt goes with the journal."""
@@ -194,24 +236,20 @@ class Journal:
             handle.flush()
             os.fsync(handle.fileno())
         partial.replace(file)
-        _sync(file.parent)
+        fsync(file.parent)
 
     def remove(self) -> None:
         """The swap is done, or undone."""
         self.plan.unlink()
-        _sync(self.folder)
+        fsync(self.folder)
         shutil.rmtree(self.folder)
-        _sync(self.folder.parent)
+        fsync(self.folder.parent)
 
 
-def _by_file(moves: list[Move]) -> dict[Path, list[tuple[int, Move]]]:
-    """File -> (place in the journal, move)."""
-    files: dict[Path, list[tuple[int, Move]]] = {}
-    position = 0
-    for move in moves:
-        files.setdefault(move.file, []).append((position, move))
-        position += move.nbytes
-    return files
+def sync(moves: list[Move]) -> None:
+    """Force the files of moves to the disk."""
+    for file in dict.fromkeys(move.file for move in moves):
+        fsync(file)
 
 
 def _move_facts(move: Move, root: Path) -> dict[str, Any]:
@@ -234,14 +272,6 @@ def _check_writable(moves: list[Move]) -> None:
                 where=str(file),
                 fix="Swap into a new folder, without --in-place",
             )
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -11,17 +11,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from converter import __version__
-from converter.errors import CheckpointError, ConverterError, UnsupportedError
+from converter.errors import ConverterError, UnsupportedError
+from converter.rope.detect import Detection
 from converter.source import SourceModel
 from converter.spec import RopeLayout
-
-if TYPE_CHECKING:
-    from converter.rope.detect import Detection
-
-STAMP = "conversion.json"
+from converter.stamp import STAMP
 
 
 @dataclass(frozen=True)
@@ -32,18 +29,6 @@ class Settlement:
     #: Who -> the layout that they name; a voice that does not know is absent.
     voices: dict[str, str]
     note: str | None = None
-
-
-def read_stamp(folder: Path) -> RopeLayout | None:
-    """The layout that a folder's conversion.json says its rows are in."""
-    file = folder / STAMP
-    if not file.is_file():
-        return None
-    try:
-        rope = json.loads(file.read_text(encoding="utf-8")).get("rope")
-        return RopeLayout(rope["layout"]) if rope else None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError("the stamp cannot be read", where=str(file), why=str(error)) from error
 
 
 def stamped(folder: Path, source: SourceModel | None, settlement: Settlement, to: RopeLayout, tensors: int) -> str:
@@ -74,7 +59,7 @@ def declared_voices(source: SourceModel, to: RopeLayout | None, claimed: RopeLay
     """The voices that need no weights. Raises where the stamp alone ends the matter."""
     if source.spec.rope is None:
         raise UnsupportedError(f"a {source.family.name} has no RoPE, so there is nothing to swap", where=source.where)
-    stamp = read_stamp(source.checkpoint.path)
+    stamp = source.stamp
     voices = {"--from": claimed.value} if claimed else {}
     if stamp is None:
         return voices | {f"the declaration of family '{source.family.name}'": source.spec.rope.layout.value}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,21 +12,22 @@ from converter.checkpoint import Checkpoint
 from converter.errors import ConverterError
 from converter.hub import local_path
 from converter.output import OutputFolder, disk_errors
-from converter.rope.moves import Move, plan_moves, refuse_quantised, rotating_mappings, total_bytes, write_move
-from converter.rope.scores import here, verify_scores
-from converter.rope.settle import STAMP, Settlement, declared_voices, settle, stamped
+from converter.rope.detect import Detection, detect_source
+from converter.rope.disk import NewFile
+from converter.rope.moves import Move, plan_moves, refuse_quantised, rotating_mappings, total_bytes
+from converter.rope.scores import compare_scores, read_rows
+from converter.rope.settle import Settlement, declared_voices, settle, stamped
 from converter.source import SourceModel
 from converter.spec import QKNorm, RopeLayout
+from converter.stamp import STAMP
 
 if TYPE_CHECKING:
-    from converter.rope.detect import Detection
     from converter.text import Windows
 
 Say = Callable[[str], None]
 
 #: Files that may hold weights; those that are not the checkpoint's own would keep the old order.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz")
-_PIECE = 1 << 30
 #: Families whose files are no folder of safetensors: they are written as Hugging Face checkpoints.
 _OTHER_FORMATS = ("gguf", "llama_meta")
 
@@ -80,21 +79,20 @@ def swap(
     voices = declared_voices(opened, to, claimed)
     moves = plan_moves(opened, to)
     say(announcement(opened, moves))
-    files = opened.checkpoint.files
+    root, files = opened.checkpoint.path, opened.checkpoint.files
     with OutputFolder(Path(target), overwrite=overwrite, source=Path(source)) as output:
         output.check_space(sum(file.stat().st_size for file in files))
-        places = {file: output.partial / file.relative_to(opened.checkpoint.path) for file in files}
-        with disk_errors(output.partial), ThreadPoolExecutor(1) as pool:
-            copying = pool.submit(_copy_untouched, moves, places)
-            settlement = settle(opened, to, voices, claimed, look(opened, text))
-            copying.result()
-            _write_moved(moves, places)
-        left_behind = _copy_others(opened, output.partial)
-        after = {move.name: (places[move.file], move.start) for move in moves}
-        error = verify_scores(opened, here(moves), after, settlement.layout, to)
+        settlement = settle(opened, to, voices, claimed, look(opened, text))
+        places = {file: output.partial / file.relative_to(root) for file in files}
         with disk_errors(output.partial):
-            content = stamped(opened.checkpoint.path, opened, settlement, to, len(moves))
-            (output.partial / STAMP).write_text(content, encoding="utf-8")
+            for file, place in places.items():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                copy_with_moves(file, place, [move for move in moves if move.file == file])
+            left_behind = _copy_others(opened, output.partial)
+        after = read_rows(opened, {move.name: (places[move.file], move.start) for move in moves})
+        error = compare_scores(opened.spec, read_rows(opened), settlement.layout, after, to)
+        with disk_errors(output.partial):
+            (output.partial / STAMP).write_text(stamped(root, opened, settlement, to, len(moves)), encoding="utf-8")
         output.commit()
     return make_report(opened, moves, settlement, to, error, left_behind)
 
@@ -107,10 +105,21 @@ def _through_conversion(
     from converter.ops.swap_rope_layout import SwapRopeLayout
     from converter.recipe import Recipe
 
-    assert source.spec.rope is not None
+    if to is RopeLayout.INTERLEAVED:
+        raise ConverterError(
+            f"a {source.family.name} is written as a Hugging Face checkpoint, and those are half_split",
+            where=source.where,
+            fix="Swap --to half_split, and the result to interleaved if you need that",
+        )
     settlement = settle(source, None, declared_voices(source, None, claimed), claimed, look(source, text))
+    if settlement.layout is not source.declared_layout:
+        raise ConverterError(
+            f"the rows are {settlement.layout.value}, which no {source.family.name} of this architecture is",
+            where=source.where,
+            fix="Convert it as it is, with `converter convert`, and then swap the result with this --from",
+        )
     family = str(source.checkpoint.config.get("general.architecture", "llama"))
-    step = SwapRopeLayout(to="half_split" if to is RopeLayout.HALF_SPLIT else "interleaved")
+    step = SwapRopeLayout(to="half_split")
     recipe = Recipe(f"{source.family.name}-to-{family}", (source.family.name,), family, (step,))
     texts = [text] if text is not None else []
     convert(source.checkpoint.opened, target, recipe=recipe, text=texts, overwrite=overwrite)
@@ -121,9 +130,11 @@ def _through_conversion(
 
 def look(source: SourceModel, text: Path | None) -> Detection:
     """What the weights say, or with a text the losses."""
-    from converter.rope.detect import detect_by_loss, detect_source
+    if text is None:
+        return detect_source(source)
+    from converter.rope.by_loss import detect_by_loss
 
-    return detect_source(source) if text is None else detect_by_loss(source, text_windows(source, text))
+    return detect_by_loss(source, text_windows(source, text))
 
 
 def text_windows(source: SourceModel, text: Path, tokens: int = 8192) -> Windows:
@@ -169,11 +180,10 @@ def make_report(
     left_behind: tuple[str, ...] = (),
 ) -> SwapReport:
     """The report of a finished swap."""
-    assert source.spec.rope is not None
     notes = [settlement.note] if settlement.note else []
-    if to is not source.spec.rope.layout:
+    if source.declared_layout is not None and to is not source.declared_layout:
         notes.append(
-            f"{source.family.model_class} of transformers reads {source.spec.rope.layout.value} and would compute "
+            f"{source.family.model_class} of transformers reads {source.declared_layout.value} and would compute "
             f"something else from these rows; {STAMP} says what they are"
         )
     return SwapReport(
@@ -188,52 +198,15 @@ def make_report(
     )
 
 
-def _copy_untouched(moves: list[Move], places: Mapping[Path, Path]) -> None:
-    """Every weight file, but for the rows that move."""
-    for file, place in places.items():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        end = file.stat().st_size
-        with file.open("rb") as source, place.open("wb") as target:
-            os.truncate(target.fileno(), end)
-            position = 0
-            for move in sorted((move for move in moves if move.file == file), key=lambda move: move.start):
-                kernel_copy(source.fileno(), target.fileno(), position, move.start - position)
-                position = move.start + move.nbytes
-            kernel_copy(source.fileno(), target.fileno(), position, end - position)
-
-
-def _write_moved(moves: list[Move], places: Mapping[Path, Path]) -> None:
-    for file, place in places.items():
-        with file.open("rb") as source, place.open("r+b") as target:
-            for move in moves:
-                if move.file == file:
-                    write_move(move, source.fileno(), target.fileno())
-
-
-def kernel_copy(source: int, target: int, start: int, size: int, target_start: int | None = None) -> None:
-    """Copy a range of one open file to another, without its bytes passing through this process."""
-    out = start if target_start is None else target_start
-    while size:
-        try:
-            copied = os.copy_file_range(source, target, min(size, _PIECE), start, out)
-        except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            copied = _sendfile(source, target, start, out, size)
-        if not copied:
-            raise ConverterError("a file became shorter while it was copied")
-        start, out, size = start + copied, out + copied, size - copied
-
-
-def _sendfile(source: int, target: int, start: int, out: int, size: int) -> int:
-    """Where ranges cannot be copied between two files: on other disks, and in old kernels."""
-    os.lseek(target, out, os.SEEK_SET)
-    try:
-        return os.sendfile(target, source, start, min(size, _PIECE))
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS):
-            raise
-        return os.write(target, os.pread(source, min(size, 1 << 20), start))
+def copy_with_moves(file: Path, place: Path, moves: Iterable[Move]) -> None:
+    """Write a file anew in one pass: the rows that move in their new order, every other byte as it is."""
+    size = file.stat().st_size
+    with file.open("rb") as source, NewFile(place, size) as target:
+        for move in sorted(moves, key=lambda move: move.start):
+            target.copy(source.fileno(), target.position, move.start)
+            move.copy(source.fileno(), target)
+        target.copy(source.fileno(), target.position, size)
+        target.finish()
 
 
 def _others(source: SourceModel) -> list[Path]:
@@ -261,8 +234,6 @@ def _copy_others(source: SourceModel, folder: Path) -> tuple[str, ...]:
         if file.suffix in _WEIGHTS:
             continue
         place = folder / file.relative_to(source.checkpoint.path)
-        with disk_errors(place):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("rb") as content, place.open("wb") as target:
-                kernel_copy(content.fileno(), target.fileno(), 0, file.stat().st_size)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, place)
     return other_weights(source)

@@ -1,0 +1,1 @@
+"""Healing: a short fine-tune that learns back what a conversion took."""

@@ -1,0 +1,132 @@
+"""The healed model as a plain Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from converter.errors import CheckpointError, UnsupportedError
+from converter.plan import DtypeName
+from converter.safetensors_file import Layout
+from converter.source import SourceModel
+from converter.tokenizer import load_tokenizer, same_ids, write_tokenizer
+from converter.writer import CheckpointWriter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def check_exportable(source: SourceModel) -> None:
+    """Raise UnsupportedError unless transformers' class of this checkpoint has the tensors that its files have."""
+    if source.family.model_class is None or source.family.stand_in is not None:
+        raise UnsupportedError(
+            f"a checkpoint of family '{source.family.name}' cannot be healed as it is",
+            where=source.where,
+            why="transformers has no class that runs its files",
+            fix="Convert it to a LLaMA first: `converter recipes list` shows how",
+        )
+
+
+def check_generation_config(source: SourceModel) -> dict[str, Any]:
+    """The generation config that goes with the export, found sound before hours are spent.
+
+    Raises CheckpointError where transformers would refuse to save it.
+    """
+    from transformers import GenerationConfig
+
+    content = dict(source.checkpoint.generation_config or {})
+    content.pop("transformers_version", None)
+    content |= source.token_ids()
+    try:
+        GenerationConfig(**content).validate(strict=True)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            "the generation config is not sound",
+            where=str(source.checkpoint.path / "generation_config.json"),
+            why=" ".join(str(error).split()),
+            fix="Correct the file: transformers would refuse to save it beside the healed model",
+        ) from error
+    return content
+
+
+def layout_of(source: SourceModel, dtype: DtypeName) -> dict[str, Layout]:
+    """Name -> shape and dtype of every tensor of the export: those of the converted checkpoint, a tied head once."""
+    tensors = source.checkpoint.tensors
+    return {source.family.full_name(bare): (tensors[source.names[bare]].shape, dtype) for bare in source.used}
+
+
+def export_weights(
+    model: PreTrainedModel, layout: Mapping[str, Layout], folder: Path | None, max_shard_size: int
+) -> None:
+    """Write the weights tensor by tensor; all processes take part, and the one with a `folder` writes.
+
+    A sharded tensor is gathered when its turn comes: no process ever holds the whole model.
+    """
+    writer = CheckpointWriter(folder, layout, max_shard_size) if folder is not None else None
+    state = model.state_dict(keep_vars=True)
+    for name, (_, dtype) in layout.items():
+        tensor: Tensor = state[name].detach()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if writer is not None:
+            writer.write(name, tensor.to("cpu", getattr(torch, dtype)))
+    if writer is not None:
+        writer.finish()
+
+
+def write_metadata(
+    source: SourceModel,
+    folder: Path,
+    dtype: DtypeName,
+    generation_config: Mapping[str, Any],
+    changes: Mapping[str, Any],
+) -> None:
+    """Config, generation config, tokenizer and recipe of the converted checkpoint, with what healing changed."""
+    config = dict(source.checkpoint.config) | dict(changes) | {"dtype": dtype, "torch_dtype": dtype}
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", generation_config)
+    path = source.checkpoint.path
+    if write_tokenizer(path, folder):
+        before, after = load_tokenizer(path), load_tokenizer(folder)
+        assert before is not None
+        assert after is not None
+        same_ids(before, after)
+    if (path / "recipe.yaml").is_file():
+        (folder / "recipe.yaml").write_bytes((path / "recipe.yaml").read_bytes())
+
+
+def config_changes(source: SourceModel, theta: float | None, context: int) -> dict[str, Any]:
+    """What a raised theta and a longer context change in `config.json`, in both schemas of rotary parameters."""
+    config = source.checkpoint.config
+    changes: dict[str, Any] = {}
+    rope = source.spec.rope
+    if rope is not None and theta is not None and theta != rope.theta:
+        parameters = config.get("rope_parameters") or {"rope_type": "default", **(config.get("rope_scaling") or {})}
+        changes |= {"rope_theta": theta, "rope_parameters": {**parameters, "rope_theta": theta}}
+    if context > source.spec.context:
+        changes["max_position_embeddings"] = context
+    return changes
+
+
+def check_export(folder: Path, source: SourceModel, layout: Mapping[str, Layout]) -> SourceModel:
+    """Open what was written, by its headers: every name, shape and dtype must be there, and the ties as they were."""
+    written = SourceModel.open(folder)
+    found = {info.name: (info.shape, info.dtype) for info in written.checkpoint.tensors.values()}
+    if found != dict(layout) or written.spec.tied_head != source.spec.tied_head:
+        raise CheckpointError(
+            "the written checkpoint is not what was meant to be written",
+            where=str(folder),
+            why=f"these tensors differ: {sorted(set(found.items()) ^ set(layout.items()))[:4]}",
+            fix="This is a defect; please report it",
+        )
+    return written
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

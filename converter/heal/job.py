@@ -1,0 +1,126 @@
+"""What a healing run is about: opened, checked, and refused where it cannot work, before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, get_args
+
+from converter import __version__
+from converter.errors import ConverterError, UnsupportedError
+from converter.heal.export import check_exportable, check_generation_config
+from converter.heal.settings import HealSettings
+from converter.heal.texts import HealTexts
+from converter.plan import DtypeName
+from converter.recipe import Recipe, load_recipe, with_overrides
+from converter.source import SourceModel
+from converter.tokenizer import load_tokenizer, same_ids
+from converter.writer import parse_size
+
+#: Settings that change how a run is made and nothing about what it makes.
+_FREE = ("keep", "micro_batch", "save_every", "gradient_checkpointing", "teacher")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """One run, known before it starts."""
+
+    settings: HealSettings
+    converted: SourceModel
+    #: What it was converted from; None where nothing is learnt from it or measured against it.
+    source: SourceModel | None
+    generation_config: dict[str, Any]
+    #: Tokens of a sequence.
+    context: int
+    #: The rotary base that the run ends with; None for a model without one.
+    theta: float | None
+    dtype: DtypeName
+    shard_size: int
+
+    def fingerprint(self, texts: HealTexts) -> dict[str, Any]:
+        """What makes two runs the same. How many processes and micro-batches share a step changes nothing."""
+        settings = {name: value for name, value in dataclasses.asdict(self.settings).items() if name not in _FREE}
+        opened = {"converted": self.converted, "teacher": self.source}
+        files = {name: _stats(model) for name, model in opened.items() if model is not None}
+        return {"tool": __version__, **files, "text": texts.corpus.fingerprint, **settings}
+
+
+def heal_settings(converted: Path, recipe: str | None, overrides: Iterable[str]) -> HealSettings:
+    """The `heal` section of a recipe, of the one beside the converted checkpoint, or the defaults."""
+    beside = converted / "recipe.yaml"
+    if recipe is None and beside.is_file():
+        recipe = str(beside)
+    base = load_recipe(recipe) if recipe is not None else Recipe("of defaults", (), "", ())
+    return with_overrides(base, overrides).heal
+
+
+def open_job(
+    settings: HealSettings,
+    converted: str | Path,
+    teacher: str | Path | None,
+    dtype: DtypeName | None,
+    max_shard_size: str | int,
+) -> Job:
+    """Open the checkpoints of a run. Raises ConverterError for what cannot work."""
+    student = SourceModel.open(converted)
+    check_exportable(student)
+    if settings.kl == settings.ce == 0:
+        raise ConverterError("heal.kl and heal.ce are both 0, which leaves nothing to learn from")
+    source = None if teacher is None else _open_teacher(student, teacher)
+    if source is None and (settings.kl > 0 or settings.stage_one > 0):
+        raise ConverterError(
+            "there is no teacher", fix="Name the source with --teacher, or learn from text alone: heal.kl=0, heal.ce=1"
+        )
+    if source is not None and settings.stage_one > 0:
+        _check_layers(student, source)
+    theta = None
+    if student.spec.rope is not None:
+        theta = settings.rope_theta or student.spec.rope.theta
+    elif settings.rope_theta:
+        raise UnsupportedError("the converted model has no rotary positions", where="heal.rope_theta")
+    stored = {info.dtype for info in student.checkpoint.tensors.values()}
+    kept: DtypeName = next((name for name in get_args(DtypeName) if stored == {name}), "float32")
+    return Job(
+        settings,
+        student,
+        source,
+        check_generation_config(student),
+        context=settings.context or student.spec.context,
+        theta=theta,
+        dtype=dtype or kept,
+        shard_size=parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size,
+    )
+
+
+def _open_teacher(student: SourceModel, teacher: str | Path) -> SourceModel:
+    """The source, which must have the converted model's tokens."""
+    source = SourceModel.open(teacher)
+    if source.spec.vocab_size != student.spec.vocab_size:
+        raise UnsupportedError(
+            f"the teacher has {source.spec.vocab_size} tokens and the converted model {student.spec.vocab_size}",
+            where=source.where,
+            why="Logits can be compared over one vocabulary only",
+            fix="Name the very checkpoint that the model was converted from",
+        )
+    tokenizers = [load_tokenizer(model.checkpoint.path) for model in (source, student)]
+    if tokenizers[0] is not None and tokenizers[1] is not None:
+        same_ids(tokenizers[0], tokenizers[1])
+    return source
+
+
+def _check_layers(student: SourceModel, source: SourceModel) -> None:
+    """The first stage compares layer with layer."""
+    shapes = [(model.spec.num_layers, model.spec.hidden_size) for model in (student, source)]
+    if shapes[0] != shapes[1]:
+        raise UnsupportedError(
+            "the first stage needs as many layers, as wide as the teacher's: the converted model has {} of {}, the "
+            "teacher {} of {}".format(*shapes[0], *shapes[1]),
+            where="heal.stage_one",
+            fix="Set heal.stage_one to 0",
+        )
+
+
+def _stats(model: SourceModel) -> dict[str, list[int]]:
+    stats = {file.name: file.stat() for file in model.checkpoint.all_files}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}

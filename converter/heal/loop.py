@@ -1,0 +1,318 @@
+"""The training loop: what a step is, when to measure, when to save, when to stop.
+
+accelerate owns devices, precision, sharding and collectives. The loop owns the data order, the label shift and the
+loss denominator: the losses of a step are sums over all its micro-batches and ranks, divided once by the number of
+its targets, so that no split of the same sequences changes the step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+
+from converter.errors import ConverterError
+from converter.heal.batches import Batches, Sequences
+from converter.heal.losses import LossWeights
+from converter.heal.model import Answer, Student, Sums, Teacher
+from converter.heal.optimizer import rate_at, set_rate
+from converter.heal.settings import HealSettings
+from converter.heal.snapshots import Snapshots
+from converter.heal.theta import ramp, set_theta
+
+#: Steps in a row without a finite gradient after which a run is over.
+_HOPELESS = 10
+
+
+class InterruptedRunError(ConverterError):
+    """The run was told to stop, and has saved where it is."""
+
+    exit_code = 143  # 128 + SIGTERM, as shells have it
+
+
+class Watch(Protocol):
+    """What a caller may show while a run goes on."""
+
+    def say(self, text: str) -> None:
+        """A line that should stay."""
+
+    def begin(self, tokens: int, done: int) -> None:
+        """A run over so many tokens, of which some are done."""
+
+    def step(self, record: dict[str, float]) -> None:
+        """A step is over; what `metrics.jsonl` says about it."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out loss, and KL to the teacher where there is one, in nats per token, after so many steps."""
+
+    step: int
+    loss: float
+    kl: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run went. The module holds the weights of the best evaluation."""
+
+    evaluations: list[Evaluation]
+    best: Evaluation
+    steps: int
+    tokens: int
+    skipped: int
+    tokens_per_second: float
+
+
+class Loop:
+    """One run over prepared parts: `module` and `optimizer` are accelerate's, `student` is what `module` wraps."""
+
+    def __init__(
+        self,
+        settings: HealSettings,
+        accelerator: Accelerator,
+        student: Student,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        teacher: Teacher | None,
+        batches: Batches,
+        held_out: Sequences,
+        thetas: tuple[float, float] | None = None,
+    ) -> None:
+        self.settings, self.accelerator = settings, accelerator
+        self.student, self.module, self.optimizer, self.teacher = student, module, optimizer, teacher
+        self.batches, self.held_out, self.thetas = batches, held_out, thetas
+        self.steps = math.ceil(settings.tokens / batches.tokens_per_step)
+        rows = settings.micro_batch // batches.context if settings.micro_batch else batches.sequences_per_step
+        self._rows = max(1, rows)
+        self._ramp_steps = round(settings.theta_ramp * self.steps)
+        self._skipped = self._in_a_row = 0
+        self._seconds = 0.0  # in steps, without evaluations and snapshots
+        self._evaluations: list[Evaluation] = []
+
+    def run(self, folder: Path, snapshots: Snapshots | None, watch: Watch, resume: bool = False) -> Outcome:
+        """Train to the end, or to the target; `metrics.jsonl` in `folder` gets a line a step.
+
+        Raises InterruptedRunError after a SIGTERM, and ConverterError where the gradients stay infinite.
+        """
+        start = self._resume(snapshots) if snapshots and resume else 0
+        metrics = _Metrics(folder / "metrics.jsonl", start, self.accelerator.is_main_process)
+        watch.begin(self.steps * self.batches.tokens_per_step, start * self.batches.tokens_per_step)
+        step = start
+        with _sigterm() as told_to_stop, metrics:
+            if start == 0:
+                self._evaluate(0, metrics, watch)
+            while step < self.steps and not self._reached_target():
+                record, stop = self._step(step, told_to_stop())
+                step += 1
+                metrics.write(record)
+                watch.step(record)
+                self.accelerator.log(record, step=step)
+                improved = False
+                if self._due(step, self.settings.evaluate_every) or step == self.steps:
+                    improved = self._evaluate(step, metrics, watch)
+                if snapshots and (improved or stop or step == self.steps or self._due(step, self.settings.save_every)):
+                    snapshots.save(step, self._state(), self.module, self.optimizer, best=self._best_step())
+                if stop:
+                    raise InterruptedRunError(
+                        f"stopped after step {step} of {self.steps}", fix="Repeat the command with --resume to go on"
+                    )
+        best = min(self._counting(), key=self._objective)
+        if snapshots and best.step != step:
+            snapshots.load_model(best.step, self.module)
+        tokens = step * self.batches.tokens_per_step
+        return Outcome(self._evaluations, best, step, tokens, self._skipped, tokens / self._seconds)
+
+    def _step(self, step: int, told_to_stop: bool) -> tuple[dict[str, float], bool]:
+        """One optimizer step: what is worth noting about it, and whether some rank was told to stop."""
+        accelerator, settings, started = self.accelerator, self.settings, time.perf_counter()
+        if self.thetas is not None:
+            set_theta(self.student.model, ramp(*self.thetas, step, self._ramp_steps))
+        rate = rate_at(step, self.steps, settings)
+        set_rate(self.optimizer, rate)
+        share = self.batches.share(step, accelerator.process_index, accelerator.num_processes)
+        valid, stops = self._over_ranks(share.valid, told_to_stop)
+        # DDP and FSDP average gradients over ranks, and a sum is wanted.
+        scale = accelerator.num_processes / max(valid, 1.0)
+        layers = step < round(settings.stage_one * self.steps)
+        sums = torch.zeros(4, device=accelerator.device)
+        micro_batches = list(share.split(self._rows))
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            last = number == len(micro_batches)
+            with nullcontext() if last else accelerator.no_sync(self.module):
+                found = self._losses(micro_batch, layers)
+                accelerator.backward(found.total * scale)
+            sums += torch.stack([each.detach().float() for each in found])
+        norm = float(accelerator.clip_grad_norm_(self.module.parameters(), settings.clip or math.inf))
+        self._update(norm)
+        total, kl, ce, kl_tokens = self._over_ranks(*sums.tolist())
+        seconds = time.perf_counter() - started
+        self._seconds += seconds
+        record = {
+            "step": step + 1,
+            "loss": total / max(valid, 1.0),
+            **({"kl": kl / kl_tokens} if kl_tokens and settings.kl else {}),
+            **({"ce": ce / max(valid, 1.0)} if settings.ce and not layers else {}),
+            "rate": rate,
+            "gradient_norm": norm,
+            "tokens": (step + 1) * self.batches.tokens_per_step,
+            "tokens_per_second": self.batches.tokens_per_step / seconds,
+            "skipped": self._skipped,
+        }
+        return record, stops > 0
+
+    def _update(self, norm: float) -> None:
+        """Apply the gradient, unless it is not finite: one bad batch must not cost the run, many mean it is lost."""
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self._in_a_row = 0
+        else:
+            self._skipped += 1
+            self._in_a_row += 1
+        self.optimizer.zero_grad()
+        if self._in_a_row >= _HOPELESS:
+            raise ConverterError(
+                f"the gradients of {_HOPELESS} steps in a row were not finite",
+                why="The weights have diverged, or the precision does not hold the activations",
+                fix="Start again with a lower heal.rate, or with heal.precision=float32",
+            )
+
+    def _losses(self, sequences: Sequences, layers: bool = False, weights: LossWeights | None = None) -> Sums:
+        sequences = sequences.to(self.accelerator.device)
+        answer: Answer | None = None
+        if self.teacher is not None and (layers or (weights or self.student.weights).kl > 0):
+            answer = self.teacher(sequences, layers)
+        tensors = (sequences.ids, sequences.documents, sequences.positions, sequences.targets)
+        found: Sums = self.module(*tensors, answer, weights)
+        return found
+
+    @torch.no_grad()
+    def _evaluate(self, step: int, metrics: _Metrics, watch: Watch) -> bool:
+        """Measure on held-out text; whether it is the best so far."""
+        accelerator = self.accelerator
+        both = LossWeights(kl=float(self.teacher is not None), ce=1.0)
+        sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
+        valid = 0
+        for micro_batch in self._share(self.held_out).split(self._rows):
+            found = self._losses(micro_batch, weights=both)
+            sums += torch.stack([each.double() for each in found])
+            valid += micro_batch.valid
+        valid_total, _, kl, ce, kl_tokens = self._over_ranks(valid, *sums.tolist())
+        evaluation = Evaluation(step, ce / valid_total, kl / kl_tokens if kl_tokens else None)
+        self._evaluations.append(evaluation)
+        record = {f"held_out_{name}": value for name, value in asdict(evaluation).items() if name != "step"}
+        metrics.write({"step": step, **record})
+        accelerator.log({name: value for name, value in record.items() if value is not None}, step=step)
+        of_kl = "" if evaluation.kl is None else f", KL to the source {evaluation.kl:.4f}"
+        watch.say(f"step {step} of {self.steps}: held-out loss {evaluation.loss:.4f}{of_kl}")
+        return step > 0 and self._best_step() == step
+
+    def _share(self, sequences: Sequences) -> Sequences:
+        """This rank's rows of held-out sequences, as many on every rank."""
+        rows, rest = divmod(len(sequences.ids), self.accelerator.num_processes)
+        assert rest == 0, "held-out sequences are padded to a multiple of the ranks"
+        first = self.accelerator.process_index * rows
+        return sequences.rows(slice(first, first + rows))
+
+    def _objective(self, evaluation: Evaluation) -> float:
+        """What the run minimises, on held-out text."""
+        if evaluation.kl is None:
+            return evaluation.loss
+        return self.settings.kl * evaluation.kl + self.settings.ce * evaluation.loss
+
+    def _counting(self) -> list[Evaluation]:
+        """Evaluations of what would be exported: not the unhealed model, and nothing at another theta."""
+        return [each for each in self._evaluations if each.step >= max(1, self._ramp_steps)]
+
+    def _best_step(self) -> int | None:
+        return min(self._counting(), key=self._objective).step if self._counting() else None
+
+    def _reached_target(self) -> bool:
+        if not self._counting() or self.settings.target == 0:
+            return False
+        last = self._counting()[-1]
+        return (last.kl if last.kl is not None and self.settings.kl else last.loss) <= self.settings.target
+
+    def _due(self, step: int, every: int) -> bool:
+        return step % (every or max(1, self.steps // 10)) == 0
+
+    def _over_ranks(self, *values: float) -> list[float]:
+        """Sums over all ranks."""
+        if self.accelerator.num_processes == 1:
+            return [float(value) for value in values]
+        dtype = torch.float32 if self.accelerator.device.type == "mps" else torch.float64
+        tensor = torch.tensor(values, dtype=dtype, device=self.accelerator.device)
+        return [float(value) for value in self.accelerator.reduce(tensor, "sum").tolist()]
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "skipped": self._skipped,
+            "in_a_row": self._in_a_row,
+            "seconds": self._seconds,
+            "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
+        }
+
+    def _resume(self, snapshots: Snapshots) -> int:
+        """Go on from the newest snapshot; the number of steps that are done."""
+        steps = snapshots.steps()
+        if not steps:
+            return 0
+        state = snapshots.load(steps[-1], self.module, self.optimizer)
+        self._skipped, self._in_a_row, self._seconds = (state[key] for key in ("skipped", "in_a_row", "seconds"))
+        self._evaluations = [Evaluation(**each) for each in state["evaluations"]]
+        return steps[-1]
+
+
+class _Metrics:
+    """`metrics.jsonl`: a line a step and a line an evaluation. A resumed run drops what it does again."""
+
+    def __init__(self, path: Path, start: int, writes: bool) -> None:
+        self._file = None
+        if writes:
+            kept = []
+            if start and path.is_file():
+                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+                kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
+            path.write_text("".join(kept), encoding="utf-8")
+            self._file = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> _Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+
+@contextmanager
+def _sigterm() -> Iterator[Callable[[], bool]]:
+    """A function that tells whether SIGTERM has come; elsewhere than in the main thread it never does."""
+    told = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield told.is_set
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        told.set()
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield told.is_set
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,121 @@
+"""One process or many: what accelerate found, and whether that is what the launch asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
+
+from converter.errors import ConverterError, UnsupportedError
+from converter.heal.settings import HealSettings
+
+T = TypeVar("T")
+
+#: What launchers set: torchrun and accelerate the first, then those that mpirun sets.
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+#: The main process reads the text and measures while the others wait; a dead one is the launcher's to notice.
+_PATIENCE = timedelta(hours=12)
+
+
+def join(device: str) -> PartialState:
+    """Meet the other processes of this launch, where there are any."""
+    return PartialState(cpu=device == "cpu", timeout=_PATIENCE)
+
+
+def start(device: str, settings: HealSettings, log_with: Sequence[str], folder: Path) -> Accelerator:
+    """accelerate's view of this process; trackers write into `folder`.
+
+    Raises ConverterError where several processes or a sharded model were asked for and are not what came out, and
+    for trackers that are not installed.
+    """
+    AcceleratorState._reset_state()  # an earlier run of this process may have had another precision
+    bfloat16 = settings.precision == "bfloat16" or (
+        settings.precision == "auto" and device != "cpu" and _has_bfloat16()
+    )
+    # The first stage has no use for the final norm and the head, and DDP would wait for their gradients.
+    ddp = DistributedDataParallelKwargs(find_unused_parameters=settings.stage_one > 0)
+    try:
+        accelerator = Accelerator(
+            cpu=device == "cpu",
+            mixed_precision="bf16" if bfloat16 else "no",
+            log_with=list(log_with) or None,
+            project_dir=folder,
+            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=_PATIENCE)],
+        )
+    except ValueError as error:  # an unknown tracker
+        raise ConverterError("accelerate does not start", why=str(error)) from error
+    check_launch(accelerator.distributed_type, accelerator.num_processes)
+    absent = set(log_with) - {str(getattr(name, "value", name)) for name in accelerator.log_with}
+    if absent:
+        raise ConverterError(f"{' and '.join(sorted(absent))} is not installed", where="--log-with", fix="Install it")
+    if accelerator.is_fsdp2 and bfloat16:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        # accelerate's own policy would also round sums of losses, and sums of gradients over ranks, to bf16.
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
+    return accelerator
+
+
+def check_launch(found: DistributedType, num_processes: int) -> None:
+    """Raise ConverterError unless the processes are joined, and shard, as the launch asked them to.
+
+    accelerate lets every process of a launch that it cannot join train by itself, in silence, and on CPU it
+    drops the sharding.
+    """
+    size = max((int(os.environ.get(name) or 1) for name in _SIZES), default=1)
+    if size > 1 and num_processes == 1:
+        raise ConverterError(
+            f"the launch has {size} processes, and this one found no other",
+            why="Each of them would train a model of its own",
+            fix="Where there are no GPUs, start them by `torchrun --nproc-per-node N -m converter heal ...`",
+        )
+    asked = {
+        kind: os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() in ("true", "1")
+        for kind in ("FSDP", "DEEPSPEED")
+    }
+    if asked["DEEPSPEED"]:
+        raise UnsupportedError(
+            "healing does not run on DeepSpeed", fix="Use FSDP2, with offload if need be: docs/multi-gpu.md"
+        )
+    if asked["FSDP"] and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise UnsupportedError("healing shards by FSDP2", fix="Use --fsdp_version 2")
+    if asked["FSDP"] and (found is not DistributedType.FSDP or num_processes == 1):
+        raise ConverterError(
+            f"the launch asks for FSDP, and accelerate runs {num_processes} process(es) without it",
+            why="It shards over several GPUs only, and would otherwise go on unsharded",
+            fix="Launch on at least two GPUs, or without --use_fsdp",
+        )
+
+
+def first(state: Accelerator | PartialState, work: Callable[[], T]) -> T | None:
+    """Run something on the main process while the others wait; None on them. Its ConverterError is raised on all."""
+    result: T | None = None
+    failure: list[ConverterError | None] = [None]
+    if state.is_main_process:
+        try:
+            result = work()
+        except ConverterError as error:
+            failure = [error]
+    if state.num_processes > 1:
+        broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise failure[0]
+    return result
+
+
+def _has_bfloat16() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,0 +1,389 @@
+"""Healing on one process: it learns, it stops and goes on to the same bits, and what it writes is sound."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from accelerate.utils import DistributedType
+
+from converter.errors import CheckpointError, ConverterError, RecipeError, UnsupportedError
+from converter.heal.loop import InterruptedRunError
+from converter.heal.optimizer import parameter_groups, rate_at
+from converter.heal.processes import check_launch
+from converter.heal.run import heal
+from converter.heal.settings import HealSettings
+from converter.heal.theta import ramp, set_theta, theta_of
+from converter.recipe import load_recipe
+from converter.source import SourceModel
+from converter.verification import load_plain
+
+STEPS, TOKENS = 12, 160  # of 4 sequences of 40 tokens each
+SHORT = (
+    *("heal.tokens=1920", "heal.context=40", "heal.sequences_per_step=4", "heal.rate=3e-3"),
+    *("heal.evaluate_every=4", "heal.save_every=3", "heal.keep=3"),
+)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return models.save(models.gpt2(), tmp_path_factory.mktemp("teacher") / "gpt2")
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    return models.save(models.llama(), tmp_path_factory.mktemp("converted") / "llama")
+
+
+@pytest.fixture
+def run(converted, teacher, text, tmp_path):
+    """Heal the test model into a folder of its own: `run("name", "heal.x=y", ..., option=...)`."""
+
+    def run(name, *overrides, **options):
+        given = {"teacher": teacher, "text": [text]} | options
+        return heal(given.pop("converted", converted), tmp_path / name, overrides=[*SHORT, *overrides], **given)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def healed(converted, teacher, text, tmp_path_factory):
+    """One finished run, and its report."""
+    target = tmp_path_factory.mktemp("healed") / "model"
+    return heal(converted, target, teacher=teacher, text=[text], overrides=SHORT)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = SourceModel.open(folder).checkpoint
+    return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    first, second = weights(a), weights(b)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def training_losses(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+class StopAt:
+    """A watch that does something when a step is over."""
+
+    def __init__(self, step, act):
+        self._step, self._act = step, act
+
+    def say(self, text):
+        pass
+
+    def begin(self, tokens, done):
+        self.done = done
+
+    def step(self, record):
+        if record["step"] == self._step:
+            self._act()
+
+
+def kill():
+    raise KeyboardInterrupt
+
+
+def test_healing_brings_the_model_nearer_to_its_source(healed):
+    kls = [each.kl for each in healed.evaluations]
+    assert [each.step for each in healed.evaluations] == [0, 4, 8, 12]
+    assert kls[-1] < 0.8 * kls[0]
+    assert healed.after.total.kl == pytest.approx(healed.best.kl, rel=1e-4)
+    assert healed.before.total.kl == pytest.approx(kls[0], rel=1e-4)
+
+
+def test_the_output_is_a_plain_checkpoint_with_its_records(healed, converted):
+    target = healed.target
+    assert not (target / ".heal").exists()
+    load_plain(target)
+    config, before = (json.loads((folder / "config.json").read_text()) for folder in (target, converted))
+    assert {key: config[key] for key in before if key not in ("dtype", "torch_dtype")} == {
+        key: value for key, value in before.items() if key not in ("dtype", "torch_dtype")
+    }
+    assert len(training_losses(target)) == STEPS
+    record = json.loads((target / "healing.json").read_text())
+    assert record["best"]["kl"] == healed.best.kl
+    assert "## Healing" in (target / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("step", "saved"), [(1, 0), (5, 4), (8, 6), (9, 8), (11, 9)])
+def test_a_run_that_was_killed_goes_on_to_the_same_losses_and_weights(run, healed, step, saved):
+    with pytest.raises(KeyboardInterrupt):
+        run("again", watch=StopAt(step, kill))
+    watch = StopAt(0, kill)
+    report = run("again", resume=True, watch=watch)
+    assert watch.done == saved * TOKENS
+    assert training_losses(report.target) == training_losses(healed.target)
+    assert same_weights(report.target, healed.target)
+    assert report.evaluations == healed.evaluations
+
+
+def test_sigterm_saves_the_step_and_stops(run, healed, tmp_path):
+    with pytest.raises(InterruptedRunError, match="after step 5 of 12") as error:
+        run("again", watch=StopAt(4, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert error.value.exit_code == 143
+    assert not (tmp_path / "again").exists()
+    watch = StopAt(0, kill)
+    report = run("again", resume=True, watch=watch)
+    assert watch.done == 5 * TOKENS
+    assert same_weights(report.target, healed.target)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda snapshot: shutil.rmtree(snapshot / "optimizer"), "optimizer state is missing"),
+        (lambda snapshot: next((snapshot / "model").glob("*.distcp")).unlink(), "model state is missing"),
+        (lambda snapshot: (snapshot / "state.json").write_text("{"), "snapshot is damaged"),
+    ],
+)
+def test_a_snapshot_without_all_its_parts_is_an_error_never_a_reset(run, tmp_path, damage, message):
+    with pytest.raises(KeyboardInterrupt):
+        run("again", watch=StopAt(7, kill))
+    damage(tmp_path / ".again.partial" / ".heal" / "step-00000006")
+    with pytest.raises(CheckpointError, match=message):
+        run("again", resume=True)
+
+
+def test_a_snapshot_under_another_name_than_its_own_is_none(run, healed, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run("again", watch=StopAt(7, kill))
+    work = tmp_path / ".again.partial" / ".heal"
+    (work / "step-00000006").rename(work / ".step-00000006.partial")  # as a kill during its writing leaves it
+    watch = StopAt(0, kill)
+    report = run("again", resume=True, watch=watch)
+    assert watch.done == 4 * TOKENS
+    assert same_weights(report.target, healed.target)
+
+
+def test_a_resumed_run_must_be_the_same_run(run, converted, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run("again", watch=StopAt(7, kill))
+    with pytest.raises(ConverterError, match=r"differs in rate \(0.003 then, 0.004 now\)"):
+        run("again", "heal.rate=4e-3", resume=True)
+    other = models.write_ids(tmp_path / "other.npy", seed=9)
+    with pytest.raises(ConverterError, match="differs in text"):
+        run("again", resume=True, text=[other])
+    with pytest.raises(ConverterError, match="unfinished"):
+        run("again")
+
+
+def test_micro_batches_change_nothing(run, healed):
+    for tokens in (40, 120):  # four times one row; three rows and one
+        report = run(f"by-{tokens}", f"heal.micro_batch={tokens}")
+        assert training_losses(report.target) == pytest.approx(training_losses(healed.target), rel=1e-4)
+
+
+def test_gradient_checkpointing_changes_nothing(run, healed):
+    report = run("checkpointed", "heal.gradient_checkpointing=true")
+    assert training_losses(report.target) == pytest.approx(training_losses(healed.target), rel=1e-5)
+
+
+def test_the_best_evaluation_is_what_is_written(run):
+    report = run("wild", "heal.rate=0.3", "heal.warmup=0.9", "heal.schedule=1-sqrt", "heal.evaluate_every=2")
+    assert report.best.step < STEPS
+    assert report.best.kl == min(each.kl for each in report.evaluations[1:])
+    assert report.after.total.kl == pytest.approx(report.best.kl, rel=1e-4)
+
+
+def test_a_run_stops_at_its_target(run, healed):
+    target = healed.evaluations[1].kl
+    report = run("early", f"heal.target={target + 1e-4}")
+    assert report.steps == 4
+    assert report.best == healed.evaluations[1]
+
+
+def test_cross_entropy_alone_needs_no_teacher(run):
+    report = run("alone", "heal.kl=0", "heal.ce=1", teacher=None)
+    assert report.evaluations[0].kl is None
+    assert report.after is None
+    assert report.best.loss < report.evaluations[0].loss
+
+
+def test_the_first_stage_fits_the_states_of_each_layer(run, tmp_path):
+    student = models.save(models.llama(hidden_size=48, num_hidden_layers=3), tmp_path / "as-wide-and-deep")
+    report = run("staged", "heal.stage_one=0.5", converted=student)
+    lines = [json.loads(line) for line in (report.target / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert steps[5]["loss"] < steps[0]["loss"]
+    assert "kl" not in steps[5]
+    assert "kl" in steps[6]
+
+
+def test_a_tied_head_stays_tied(run, tmp_path):
+    model = models.llama(tie_word_embeddings=True)
+    model.tie_weights()
+    report = run("tied", converted=models.save(model, tmp_path / "tied-llama"))
+    written = SourceModel.open(report.target)
+    assert written.spec.tied_head
+    assert "lm_head.weight" not in written.checkpoint.tensors
+    loaded = load_plain(report.target)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_a_raised_theta_and_a_longer_context_are_in_both_schemas_of_the_config(run):
+    report = run("long", "heal.rope_theta=5e5", "heal.context=100")
+    config = json.loads((report.target / "config.json").read_text())
+    assert config["max_position_embeddings"] == 100
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
+    assert theta_of(load_plain(report.target)) == 5e5
+
+
+def test_theta_rises_in_even_steps_of_its_logarithm():
+    thetas = [ramp(1e4, 1e6, step, 3) for step in range(5)]
+    assert thetas == pytest.approx([1e4 * 10**0.5, 1e5, 1e4 * 10**1.5, 1e6, 1e6])
+
+
+def test_setting_theta_gives_the_logits_of_a_model_built_with_it(ids):
+    raised, built = models.llama(), models.llama(rope_parameters={"rope_type": "default", "rope_theta": 3e5})
+    before = models.logits_of(raised, ids)
+    set_theta(raised, 3e5)
+    assert torch.equal(models.logits_of(raised, ids), models.logits_of(built, ids))
+    assert models.relative(before, models.logits_of(built, ids)) > 0.01
+    with pytest.raises(UnsupportedError, match="no rotary positions"):
+        set_theta(models.gpt2(), 1e6)
+
+
+def test_a_ramp_ends_before_anything_counts_as_best(run):
+    report = run("ramped", "heal.rope_theta=1e6", "heal.theta_ramp=0.5")
+    assert report.best.step >= 6
+    assert theta_of(load_plain(report.target)) == 1e6
+
+
+def test_gradients_that_are_not_finite_are_skipped_and_counted(run, monkeypatch):
+    from converter.heal.model import Student
+
+    forward, calls = Student.forward, []
+
+    def broken(self, *inputs):
+        found = forward(self, *inputs)
+        calls.append(self.training and torch.is_grad_enabled())
+        return found._replace(total=found.total * math.nan) if calls.count(True) == 2 and calls[-1] else found
+
+    monkeypatch.setattr(Student, "forward", broken)
+    report = run("skipped")
+    assert report.skipped == 1
+    assert all(torch.isfinite(tensor).all() for tensor in weights(report.target).values())
+
+    monkeypatch.setattr(
+        Student, "forward", lambda *inputs: (lambda f: f._replace(total=f.total * math.nan))(forward(*inputs))
+    )
+    with pytest.raises(ConverterError, match="10 steps in a row were not finite"):
+        run("hopeless")
+
+
+def test_a_generation_config_that_cannot_be_saved_is_found_before_training(run, converted, tmp_path):
+    copy = shutil.copytree(converted, tmp_path / "copy")
+    (copy / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.5}))
+    with pytest.raises(CheckpointError, match="generation config is not sound"):
+        run("never", converted=copy)
+
+
+def test_what_cannot_work_is_refused_before_anything_is_written(run, converted, tmp_path):
+    with pytest.raises(ConverterError, match="no teacher"):
+        run("never", teacher=None)
+    with pytest.raises(ConverterError, match="no text to learn from"):
+        run("never", text=[])
+    with pytest.raises(ConverterError, match="both 0"):
+        run("never", "heal.kl=0")
+    with pytest.raises(UnsupportedError, match="67 tokens"):
+        run("never", teacher=models.save(models.gpt2(vocab_size=67), tmp_path / "other"))
+    with pytest.raises(RecipeError, match=r"heal.warmup is 2.0, and warmup must be a share"):
+        run("never", "heal.warmup=2")
+    with pytest.raises(ConverterError, match="Unsupported logging"):
+        run("never", log_with=["no-such-tracker"])
+    assert not list(tmp_path.glob("*never*"))
+
+
+def test_a_launch_that_ends_up_alone_or_unsharded_is_an_error(monkeypatch):
+    check_launch(DistributedType.NO, 1)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check_launch(DistributedType.MULTI_CPU, 4)
+    with pytest.raises(ConverterError, match="launch has 4 processes, and this one found no other"):
+        check_launch(DistributedType.NO, 1)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    check_launch(DistributedType.FSDP, 4)
+    with pytest.raises(ConverterError, match="asks for FSDP"):
+        check_launch(DistributedType.MULTI_CPU, 4)
+
+
+def test_the_rate_rises_then_falls_to_what_is_left_of_it():
+    settings = HealSettings(rate=1.0, warmup=0.2, final_rate=0.1)
+    rates = [rate_at(step, 10, settings) for step in range(10)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert rate_at(10, 10, settings) == pytest.approx(0.1)
+    assert rate_at(6, 10, HealSettings(rate=1.0, warmup=0.2, schedule="1-sqrt")) == pytest.approx(1 - math.sqrt(0.5))
+
+
+def test_norms_and_biases_do_not_decay_and_q_and_k_have_their_own_rate(converted, teacher):
+    settings = HealSettings(rate_q_k=3.0, rate_norms=4.0, rate_mlp=0.5, weight_decay=0.1)
+
+    def groups(folder, model):
+        source = SourceModel.open(folder)
+        roles = {source.family.full_name(bare): roles for bare, roles in source.used.items()}
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        return {
+            names[parameter]: (group["scale"], group["weight_decay"])
+            for group in parameter_groups(model, roles, settings)
+            for parameter in group["params"]
+        }
+
+    llama = groups(converted, models.llama())
+    assert llama["model.layers.1.self_attn.k_proj.weight"] == (3.0, 0.1)
+    assert llama["model.layers.1.self_attn.v_proj.weight"] == (1.0, 0.1)
+    assert llama["model.layers.0.mlp.gate_proj.weight"] == (0.5, 0.1)
+    assert llama["model.norm.weight"] == llama["model.layers.0.input_layernorm.weight"] == (4.0, 0.0)
+    assert llama["lm_head.weight"] == llama["model.embed_tokens.weight"] == (1.0, 0.1)
+    gpt2 = groups(teacher, models.gpt2())
+    assert gpt2["transformer.h.0.attn.c_attn.weight"] == (1.0, 0.1)  # q, k and v in one
+    assert gpt2["transformer.h.0.mlp.c_fc.bias"] == (0.5, 0.0)
+
+
+def test_a_recipe_holds_the_settings_and_counts_read_like_64k(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\nsource: gpt2\ntarget: llama\nsteps: []\nheal: {tokens: 64k, ce: 0.5, rate: 2e-4}\n")
+    recipe = load_recipe(str(file), ["heal.tokens=1.5M"])
+    assert recipe.heal == HealSettings(tokens=1_500_000, ce=0.5, rate=2e-4)
+    file.write_text(recipe.to_yaml())
+    assert load_recipe(str(file)).heal == recipe.heal
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_twenty_random_moments_always_goes_on_to_the_same_weights(
+    run, converted, teacher, text, tmp_path
+):
+    longer = ("heal.tokens=16000", "heal.save_every=1")
+    whole = run("whole", *longer)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["converter.heal.run"])
+    given = {"teacher": teacher, "text": [text], "overrides": [*SHORT, *longer], "resume": True}
+    moments = random.Random(0)
+    steps = []
+    for _ in range(20):
+        process = context.Process(target=heal, args=(converted, tmp_path / "again"), kwargs=given)
+        process.start()
+        process.join(moments.uniform(0.5, 4.0))
+        process.kill()
+        process.join()
+        steps.append(max((int(path.name[5:]) for path in tmp_path.glob(".again.partial/.heal/step-*")), default=0))
+    assert steps == sorted(steps)
+    assert 0 < len(set(steps))
+    report = heal(converted, tmp_path / "again", **given)
+    assert same_weights(report.target, whole.target)
+    assert training_losses(report.target) == training_losses(whole.target)

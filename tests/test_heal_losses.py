@@ -1,0 +1,296 @@
+"""The losses of healing: the chunked head is the full one, sums add up however a step is split, padding is nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from converter.heal.batches import IGNORE, Batches
+from converter.heal.data import Corpus
+from converter.heal.losses import Head, HeadLosses, LossWeights, head_losses, hidden_state_loss, liger
+
+TOKENS, WIDTH, TEACHER_WIDTH, VOCAB = 23, 8, 12, 61
+MIXED = LossWeights(kl=0.7, ce=0.4)
+
+
+class Problem:
+    """Random states, heads with biases, targets of which some are missing, and answers of which some are."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, tokens: int = TOKENS, biases: bool = True) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        self.states = random(tokens, WIDTH).requires_grad_()
+        self.head = Head(random(VOCAB, WIDTH).requires_grad_(), random(VOCAB).requires_grad_() if biases else None)
+        self.teacher = random(tokens, TEACHER_WIDTH)
+        self.teacher_head = Head(random(VOCAB, TEACHER_WIDTH), random(VOCAB) if biases else None)
+        self.targets = torch.randint(VOCAB, (tokens,), generator=generator)
+        self.targets[[3, tokens - 1]] = IGNORE
+        self.answered = torch.rand(tokens, generator=generator) > 0.3
+
+    @property
+    def learning(self) -> list[Tensor]:
+        return [tensor for tensor in (self.states, *self.head) if tensor is not None]
+
+    def chunked(self, weights: LossWeights, rows: slice = slice(None), **options: Any) -> HeadLosses:
+        return head_losses(
+            self.states[rows],
+            self.head,
+            self.targets[rows],
+            weights=weights,
+            teacher=self.teacher[rows],
+            teacher_head=self.teacher_head,
+            kl_mask=self.answered[rows],
+            **options,
+        )
+
+    def full(self, weights: LossWeights) -> HeadLosses:
+        """The same with all logits at once, by autograd."""
+        logits = F.linear(self.states, *self.head)
+        ce = F.cross_entropy(logits, self.targets, ignore_index=IGNORE, reduction="sum")
+        t = weights.temperature
+        log_q = (logits / t).log_softmax(-1)
+        log_p = (F.linear(self.teacher, *self.teacher_head) / t).log_softmax(-1)
+        a, b = (log_p, log_q) if weights.direction == "forward" else (log_q, log_p)
+        kl = (a.exp() * (a - b)).sum(-1)[self.answered & (self.targets != IGNORE)].sum() * t * t
+        return HeadLosses(weights.kl * kl + weights.ce * ce, kl, ce)
+
+
+def gradients(losses: HeadLosses, *learning: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(losses.total / 19, learning))  # a step's loss is divided once
+
+
+def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, TOKENS, None])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_chunks_are_the_full_form(direction, temperature, chunk):
+    """H6, with biases in both heads and a wider teacher."""
+    weights = replace(MIXED, temperature=temperature, direction=direction)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        problem = Problem(dtype)
+        found, wanted = problem.chunked(weights, chunk_tokens=chunk), problem.full(weights)
+        assert_close(found, wanted, tolerance)
+        assert_close(gradients(found, *problem.learning), gradients(wanted, *problem.learning), tolerance)
+
+
+@pytest.mark.parametrize("weights", [LossWeights(kl=1.0, ce=0.0), LossWeights(kl=0.0, ce=1.0)])
+def test_a_loss_of_no_weight_is_told_and_not_learnt_from(weights):
+    problem = Problem(biases=False)
+    found, wanted = problem.chunked(weights), problem.full(weights)
+    assert_close(found, wanted, 1e-12)
+    assert_close(gradients(found, *problem.learning), gradients(wanted, *problem.learning), 1e-12)
+    assert min(found.kl, found.ce) > 1.0
+
+
+def test_without_a_teacher_there_is_cross_entropy_alone():
+    problem = Problem()
+    found = head_losses(problem.states, problem.head, problem.targets, weights=MIXED)
+    assert found.kl == 0
+    assert_close([found.ce], [problem.full(MIXED).ce], 1e-12)
+    assert_close([found.total], [MIXED.ce * found.ce], 1e-12)
+
+
+def test_only_what_learns_gets_a_gradient():
+    problem = Problem()
+    problem.head.weight.requires_grad_(False)
+    problem.chunked(MIXED).total.backward()
+    assert problem.head.weight.grad is None
+    assert_close([problem.states.grad, problem.head.bias.grad], gradients_of_full(problem), 1e-12)
+    with torch.no_grad():
+        assert not problem.chunked(MIXED).total.requires_grad
+
+
+def gradients_of_full(problem: Problem) -> list[Tensor]:
+    return list(torch.autograd.grad(problem.full(MIXED).total, (problem.states, problem.head.bias)))
+
+
+def test_a_second_backward_is_an_error_and_no_wrong_gradient():
+    losses = Problem().chunked(MIXED)
+    losses.total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        losses.total.backward()
+
+
+def test_nothing_but_padding_is_a_loss_of_nothing():
+    """H6: no NaN, not even where the states hold some."""
+    problem = Problem()
+    problem.targets[:] = IGNORE
+    with torch.no_grad():
+        problem.states[5] = torch.nan
+    losses = problem.chunked(MIXED)
+    losses.total.backward()
+    assert list(losses) == [0, 0, 0]
+    assert all(not tensor.grad.any() for tensor in problem.learning)
+
+
+def test_logits_far_from_zero_lose_nothing():
+    """A trained GPT-2's logits are around -100: sums of p z in fp32 would be off by 1e-5."""
+    problem = Problem(torch.float32)
+    plain = problem.chunked(MIXED)
+    for head in (problem.head, problem.teacher_head):
+        head.bias.data -= 100.0
+    assert_close(problem.chunked(MIXED), plain, 1e-5)
+    problem.teacher, problem.teacher_head = problem.states.detach(), Head(*(part.detach() for part in problem.head))
+    assert problem.chunked(MIXED).kl == 0
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_autocast_rounds_the_products_and_nothing_else(direction):
+    """Matrix products in bf16; sums, and the gradients of fp32 master weights, in fp32."""
+    weights = replace(MIXED, direction=direction)
+    problem = Problem(torch.float32)
+    wanted = problem.full(weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = problem.chunked(weights, chunk_tokens=5)
+    assert {part.dtype for part in found} == {torch.float32}
+    assert_close(found, wanted, 0.02)
+    given = gradients(found, *problem.learning)
+    assert_close(given, gradients(wanted, *problem.learning), 0.02)
+    assert {each.dtype for each in given} == {torch.float32}
+
+
+def test_half_precision_states_get_a_half_precision_gradient():
+    problem = Problem(torch.float32)
+    states = problem.states.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        head_losses(states, problem.head, problem.targets, weights=MIXED).total.backward()
+    assert states.grad.dtype == torch.bfloat16
+    assert problem.head.weight.grad.dtype == torch.float32
+
+
+class _Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that anything makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else (result,):
+            self.elements = max(self.elements, each.numel() if isinstance(each, Tensor) else 0)
+        return result
+
+
+def test_no_more_logits_live_than_those_of_a_chunk():
+    problem = Problem(tokens=400)
+    with _Largest() as chunked:
+        problem.chunked(MIXED, chunk_tokens=16).total.backward()
+    with _Largest() as full:
+        problem.full(MIXED).total.backward()
+    assert full.elements == 400 * VOCAB
+    assert chunked.elements == 400 * TEACHER_WIDTH  # less than nine chunks, and no logits
+
+
+def test_liger_s_mean_becomes_a_sum():
+    """The arithmetic around the kernel, which itself needs a GPU."""
+    problem = Problem()
+
+    def fused(weight: Tensor, states: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
+        return F.cross_entropy(F.linear(states, weight, bias), targets, ignore_index=IGNORE)
+
+    found = liger.cross_entropy_sum(fused, problem.states, *problem.head, problem.targets)
+    assert_close([found], [problem.full(MIXED).ce], 1e-12)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_what_a_cpu_gives_with_liger_s_kernels_too():
+    problem = Problem(torch.float32)
+    weights = LossWeights(kl=0.0, ce=1.0)
+    wanted = [problem.full(MIXED), problem.full(weights)]
+    expected = [gradients(losses, *problem.learning) for losses in wanted]
+    for name in ("states", "teacher", "targets", "answered"):
+        setattr(problem, name, getattr(problem, name).detach().cuda().requires_grad_(name == "states"))
+    problem.head = Head(*(part.detach().cuda().requires_grad_() for part in problem.head))
+    problem.teacher_head = Head(*(part.cuda() for part in problem.teacher_head))
+    assert liger.kernel() is not None
+    alone = head_losses(problem.states, problem.head, problem.targets, weights=weights)
+    for found, losses, gradient in zip((problem.chunked(MIXED, chunk_tokens=7), alone), wanted, expected, strict=True):
+        assert_close([found.total.cpu()], [losses.total], 1e-5)
+        assert_close([each.cpu() for each in gradients(found, *problem.learning)], gradient, 1e-4)
+
+
+# --- a whole step ---------------------------------------------------------------------------------------------
+
+
+def sequences(rows: int, seed: int = 0) -> Any:
+    """Packed sequences of random documents, the last one padded."""
+    rng = np.random.default_rng(seed)
+    documents = [rng.integers(0, VOCAB, size) for size in (9, 3, 17, 30, 1, 8, 21, 40, 5)]
+    return Batches(Corpus.of(documents), 16, rows, seed).step(0)
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (5,), (3, 6, 9)])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_is_the_same_however_it_is_split(cuts, world):
+    """H3: sums over micro-batches and ranks, divided once by the targets of the whole step."""
+    step = sequences(10)
+    problem = Problem(tokens=step.targets.numel())
+    problem.targets = step.targets.flatten()
+    whole = gradients(problem.chunked(MIXED), *problem.learning)
+    edges = sorted({0, 10, *cuts, *(10 * rank // world for rank in range(world))})
+    parts = [slice(16 * first, 16 * end) for first, end in pairwise(edges)]
+    split = [gradients(problem.chunked(MIXED, part), *problem.learning) for part in parts]
+    assert_close([sum(each) for each in zip(*split, strict=True)], whole, 1e-12)
+
+
+def test_a_mean_of_means_is_another_step():
+    """The wrong way of H3: each micro-batch divided by its own targets, of which they have unlike numbers."""
+    step = sequences(10)
+    problem = Problem(tokens=step.targets.numel())
+    problem.targets = step.targets.flatten()
+    valid = [int((problem.targets[part] != IGNORE).sum()) for part in (slice(0, 16), slice(16, None))]
+    wanted = torch.autograd.grad(problem.chunked(MIXED).total / sum(valid), problem.head.weight)[0]
+    means = [
+        torch.autograd.grad(problem.chunked(MIXED, part).total / count, problem.head.weight)[0]
+        for part, count in zip((slice(0, 16), slice(16, None)), valid, strict=True)
+    ]
+    wrong = (means[0] + means[1]) / 2
+    assert (wrong - wanted).abs().max() > 0.05 * wanted.abs().max()
+
+
+def test_labels_are_shifted_once():
+    """H4: the text 0, 1, 2, ... and a model that is sure of the next token; its teacher is another such model."""
+    step = Batches(Corpus.of([np.arange(20), np.arange(30, 45)]), 16, 3, seed=0).step(0)
+    sure = 50.0 * torch.eye(VOCAB, dtype=torch.float64).roll(1, 0)  # row v + 1 is what v's state points to
+    states = torch.eye(VOCAB, dtype=torch.float64)[step.ids.flatten()]
+    same = {"teacher": 2.0 * states, "teacher_head": Head(sure / 2.0)}
+    losses = head_losses(states, Head(sure), step.targets.flatten(), weights=MIXED, **same)
+    assert max(losses) < 1e-12
+    for wrong in (step.ids, step.targets.roll(-1, 1)):  # not shifted, and shifted twice
+        assert head_losses(states, Head(sure), wrong.flatten(), weights=MIXED, **same).ce > 49.0 * step.valid / 2
+
+
+# --- hidden states --------------------------------------------------------------------------------------------
+
+
+def test_hidden_states_are_compared_by_their_own_length():
+    teacher = torch.tensor([[[3.0, 4.0], [30.0, 40.0], [1.0, 1.0]]])
+    student = teacher + torch.tensor([[[0.5, 0.0], [0.0, 5.0], [torch.inf, 0.0]]])
+    mask = torch.tensor([[True, True, False]])
+    assert hidden_state_loss(student, teacher, mask) == pytest.approx(0.25 / 25 + 25 / 2500)
+    student = student[:, :2].bfloat16().requires_grad_()
+    loss = hidden_state_loss(student, teacher[:, :2].bfloat16())
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert student.grad.abs().sum() > 0
+
+
+def test_the_mean_of_a_layernorm_models_states_is_no_error():
+    teacher = torch.randn(5, 8) + 3.0
+    student = teacher - teacher.mean(-1, keepdim=True)
+    assert hidden_state_loss(student, teacher, centred=True) < 1e-10
+    assert hidden_state_loss(student, teacher) > 1.0
