@@ -20,7 +20,7 @@ _CHILD = """
 import json, sys, time
 import torch
 from torch.nn import functional as F
-from converter.heal.losses import Head, LossWeights, head_losses
+from converter.healing.losses import Head, LossWeights, head_losses
 
 form, loss, chunk, tokens, hidden, vocab, threads = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 torch.set_num_threads(threads)

@@ -27,7 +27,7 @@ from converter.conversion import convert, plan_conversion
 from converter.corpus import held_out_documents, training_documents
 from converter.ops import Block, Calibration, Notes, Op
 from converter.ops.drop_biases import DropBiases
-from converter.ops.fit_blocks import FitBlocks
+from converter.ops.fit_blocks import MICRO_BATCH, FitBlocks
 from converter.recipe import load_recipe
 from converter.report import ConversionReport
 from converter.source import SourceModel
@@ -146,10 +146,29 @@ def seed_table(model: Path, text: tuple[list[Path], list[Path]], folder: Path) -
 
 def peak_memory() -> None:
     """Peak memory of fitting one layer of GPT-2-XL's shape on 16 x 512 tokens; runs in a process of its own."""
-    layer = BlockRef("layer")
     spec = xl_spec()
-    target = Block({role: torch.randn(shape) * 0.02 for role, shape in block_shapes(spec, layer).items()})
-    states = torch.randn(16, 512, spec.hidden_size)
+    fit_random_layer(spec.replace(hidden_size=64, intermediate_size=64, num_heads=1, num_kv_heads=1))  # load the code
+    peak = fit_random_layer(spec)
+    block, states = random_layer(spec)
+    graph = graph_bytes(block, spec, states[: MICRO_BATCH // 512])
+    source_bytes, block_bytes = 4 * 12 * spec.hidden_size**2, sum(tensor.nbytes for tensor in block.values())
+    print(f"  MB: a source block {source_bytes / 1e6:.0f}, a target block {block_bytes / 1e6:.0f}", end="")
+    print(f", a micro-batch's graph {graph / 1e6:.0f}")
+    limit = source_bytes + 4 * block_bytes + graph + 5e8
+    judge("peak memory of calibration, GPT-2-XL shape, GB", peak / 1e9, limit / 1e9)
+
+
+def random_layer(spec: ModelSpec) -> tuple[Block, torch.Tensor]:
+    """A layer, and 16 windows of 512 states."""
+    shapes = block_shapes(spec, BlockRef("layer"))
+    block = Block({role: torch.randn(shape) * 0.02 for role, shape in shapes.items()})
+    return block, torch.randn(16, 512, spec.hidden_size)
+
+
+def fit_random_layer(spec: ModelSpec) -> int:
+    """Bytes by which fitting a layer lifts the peak memory of this process, the layer included and the states not."""
+    layer = BlockRef("layer")
+    block, states = random_layer(spec)
 
     class Random(Calibration):
         count, length = states.shape[:2]
@@ -169,19 +188,11 @@ def peak_memory() -> None:
         def source_block(self, ref: BlockRef) -> Block:
             raise LookupError("a layer is fitted without it")
 
-    block_bytes = sum(tensor.nbytes for tensor in target.values())
-    source_bytes = 4 * 12 * spec.hidden_size**2
-    graph = graph_bytes(target, spec, states[:8])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with torch.no_grad():
-        FitBlocks(steps=3, sequences=16).apply(target, spec, layer, Notes(layer), Random())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before + block_bytes
-    limit = source_bytes + 4 * block_bytes + graph + 5e8
-    sizes = " MB, ".join(
-        f"{name} {size / 1e6:.0f}" for name, size in [("source", source_bytes), ("target", block_bytes)]
-    )
-    print(f"  a block: {sizes} MB; a micro-batch's graph {graph / 1e6:.0f} MB")
-    judge("peak memory of calibration, GPT-2-XL shape, GB", peak / 1e9, limit / 1e9)
+        FitBlocks(steps=2, sequences=16).apply(block, spec, layer, Notes(layer), Random())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak - before + sum(tensor.nbytes for tensor in block.values())
 
 
 def graph_bytes(block: Block, spec: ModelSpec, states: torch.Tensor) -> int:

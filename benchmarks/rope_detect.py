@@ -230,12 +230,28 @@ def variants(shape: Shape, layers: Layers) -> dict[str, tuple[Layers, str]]:
     return found
 
 
-def nulls(layers: Layers, seed: int) -> dict[str, Layers]:
-    """Models in which no order is right: the trained rows in random order, and fresh weights."""
+def nulls(layers: Layers, shape: Shape, seed: int) -> dict[str, Layers]:
+    """Models in which no order is right.
+
+    Fresh weights; the trained rows in random order; and in one that q and k have in common in each head, as in a model
+    that learnt to compare q and k without any rotation.
+    """
     generator = torch.Generator().manual_seed(seed)
     shuffled = [tuple(rows[torch.randperm(rows.shape[0], generator=generator)] for rows in pair) for pair in layers]
     fresh = [tuple(torch.randn(rows.shape, generator=generator) for rows in pair) for pair in layers]
-    return {"rows shuffled": [(q, k) for q, k in shuffled], "untrained": [(q, k) for q, k in fresh]}
+    alike = []
+    for q, k in layers:
+        within = torch.stack([torch.randperm(shape.head_dim, generator=generator) for _ in range(shape.kv_heads)])
+        of_k = (within + torch.arange(shape.kv_heads)[:, None] * shape.head_dim).flatten()
+        within = within.repeat_interleave(shape.heads // shape.kv_heads, dim=0)
+        of_q = (within + torch.arange(shape.heads)[:, None] * shape.head_dim).flatten()
+        alike.append((q[of_q], k[of_k]))
+    return {
+        "rows shuffled": [(q, k) for q, k in shuffled],
+        "untrained": [(q, k) for q, k in fresh],
+        "shuffled alike": alike,
+        "alike, q moved": permuted(alike, shape, RopeLayout.INTERLEAVED, k=None),
+    }
 
 
 def arrays(layers: Layers) -> list[tuple[Columns, Columns]]:
@@ -251,7 +267,7 @@ def verdict(found: Detection) -> str:
 def evaluate(folder: Path, split: str) -> None:
     """Count right, unknown and wrong verdicts."""
     tally = dict.fromkeys(("right", "unknown", "wrong"), 0)
-    null_scores, false_alarms = [], 0
+    null_rotations, false_alarms = [], 0
     for path in sorted(folder.glob("*.pt")):
         shape, layers = load(path)
         if shape.split != split:
@@ -262,18 +278,18 @@ def evaluate(folder: Path, split: str) -> None:
             wanted = "unknown" if shape.split == "none" else wanted
             outcome = "right" if verdict(found) == wanted else "unknown" if verdict(found) == "unknown" else "wrong"
             tally[outcome] += 1
-            facts = f"score {found.score:6.1f} margin {found.margin:6.1f}"
+            facts = f"score {found.score:6.1f} rotation {found.rotation:6.1f} margin {found.margin:6.1f}"
             print(f"{shape.name:4} {name:16} {outcome:8} {facts} {found.fault or ''}")
         for seed in range(5):
-            for rows in nulls(layers, seed).values():
+            for rows in nulls(layers, shape, seed).values():
                 found = detect_layers(arrays(rows), spec)
-                null_scores.append(found.score)
+                null_rotations.append(found.rotation)
                 false_alarms += verdict(found) != "unknown"
     total = sum(tally.values())
     if not total:
         raise SystemExit(f"{folder} has no trained model of the split '{split}'")
     print(f"{split}: {tally} of {total} variants; at 95 % confidence at most {3 / total:.1%} wrong if none was")
-    print(f"nulls: {false_alarms} of {len(null_scores)} taken for trained; highest score {max(null_scores):.1f}")
+    print(f"nulls: {false_alarms} of {len(null_rotations)} got a verdict; highest rotation {max(null_rotations):.1f}")
 
 
 def main() -> None:

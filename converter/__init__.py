@@ -4,7 +4,8 @@
 
     converter.inspect("gpt2-folder").spec
     report = converter.convert("gpt2-folder", "llama-folder", text=["corpus.txt"])
-    converter.verify("gpt2-folder", "llama-folder", text=["other.txt"]).total.kl
+    converter.heal("llama-folder", "healed", teacher="gpt2-folder", text=["corpus.txt"]).after.total.kl
+    converter.verify("gpt2-folder", "healed", text=["other.txt"]).total.kl
 
 torch and transformers are imported when a function that needs them is called first.
 """
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from converter.checking import Fault, check
     from converter.conversion import convert, plan_conversion
     from converter.errors import ConverterError
+    from converter.healing.report import HealReport
+    from converter.healing.run import heal
+    from converter.healing.upgrade import upgrade
     from converter.evaluation import Evaluation, evaluate
     from converter.inspection import Inspection, inspect
     from converter.report import ConversionReport
@@ -36,12 +40,15 @@ __all__ = [
     "ConverterError",
     "Evaluation",
     "Fault",
+    "HealReport",
     "Inspection",
     "check",
     "convert",
+    "heal",
     "evaluate",
     "inspect",
     "plan_conversion",
+    "upgrade",
     "verify",
 ]
 
@@ -51,12 +58,15 @@ _HOMES = {
     "ConverterError": "errors",
     "Evaluation": "evaluation",
     "Fault": "checking",
+    "HealReport": "healing.report",
     "Inspection": "inspection",
     "check": "checking",
     "convert": "conversion",
+    "heal": "healing.run",
     "evaluate": "evaluation",
     "inspect": "inspection",
     "plan_conversion": "conversion",
+    "upgrade": "healing.upgrade",
     "verify": "verification",
 }
 

@@ -12,7 +12,7 @@ import click
 
 from converter import __version__
 from converter.errors import ConverterError, VerificationError
-from converter.heal.cli import heal, upgrade
+from converter.healing.cli import heal, upgrade
 from converter.rope.cli import rope
 from converter.terminal import print_all, progress
 
@@ -68,7 +68,7 @@ def main(debug: bool) -> None:
 
 # RoPE layouts: detect and swap, in `converter.rope.cli`.
 main.add_command(rope)
-# Healing, in `converter.heal.cli`.
+# Healing, in `converter.healing.cli`.
 main.add_command(heal)
 main.add_command(upgrade)
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from converter.errors import ConverterError, VerificationError
-from converter.heal.data import Corpus, load_corpus
-from converter.heal.documents import is_rotary
+from converter.healing.data import Corpus, load_corpus
+from converter.healing.documents import is_rotary
 from converter.hub import local_path
 from converter.spec import Positions
 from converter.text import Ids

@@ -27,7 +27,7 @@ import yaml
 
 from converter.errors import RecipeError, did_you_mean
 from converter.families import TargetFamily, families
-from converter.heal.settings import HealSettings
+from converter.healing.settings import HealSettings
 from converter.ops import Op, ops
 
 

@@ -237,7 +237,7 @@ def inspection_table(found: Inspection) -> Table:
     heads = f"{spec.num_heads} heads of {spec.head_dim}"
     if spec.num_kv_heads != spec.num_heads:
         heads += f", {spec.num_kv_heads} key-value heads"
-    positions = "learned"
+    positions = spec.positions.value
     if spec.rope is not None:
         positions = f"RoPE, theta {spec.rope.theta:g}, {spec.rope.layout.value}"
         positions += f", scaling {dict(spec.rope.scaling)}" if spec.rope.scaling else ""

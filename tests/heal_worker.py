@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from converter.heal import parts
-from converter.heal.optimizer import parameter_groups
-from converter.heal.run import heal as run
+from converter.healing import parts
+from converter.healing.optimizer import parameter_groups
+from converter.healing.run import heal as run
 
 
 def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

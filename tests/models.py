@@ -8,7 +8,7 @@ biases and unit gains, and hides most mistakes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from converter import model as reference
-from converter.ops import Block, Notes, Op
+from converter.ops import Block, Calibration, Notes, Op
 from converter.source import SourceModel
 from converter.spec import HEAD, BlockRef, ModelSpec, blocks
 
@@ -200,6 +200,29 @@ def reference_logits(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float
 def relative(found: Tensor, wanted: Tensor) -> float:
     """Largest difference over the largest wanted value."""
     return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+class Given(Calibration):
+    """Given states (B, T, D) in the place of a walk's stream, and given blocks in the place of a source."""
+
+    def __init__(self, states: Tensor, blocks: Mapping[BlockRef, Block] | None = None) -> None:
+        self.states, self.blocks = states, blocks or {}
+        self.count, self.length = states.shape[:2]
+
+    def batches(self) -> Iterator[Tensor]:
+        yield from self.states.flatten(0, 1).split(50)
+
+    def inputs(self, rows: Tensor) -> Tensor:
+        return self.states[rows]
+
+    def targets(self, rows: Tensor) -> Tensor:
+        raise LookupError("there is no stream of a source")
+
+    def mask(self, rows: Tensor) -> Tensor:
+        return torch.ones(len(rows), self.length, dtype=torch.bool)
+
+    def source_block(self, ref: BlockRef) -> Block:
+        return self.blocks[ref]
 
 
 class Converted:

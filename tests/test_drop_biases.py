@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,28 +17,10 @@ from converter.ops.drop_biases import DropBiases, _move_to_v
 from converter.ops.drop_final_norm_bias import DropFinalNormBias
 from converter.ops.gelu_to_swiglu import GeluToSwiglu
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
-from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions, RopeSpec
+from converter.source import SourceModel
+from converter.spec import BlockRef, ModelSpec
 
 BEFORE = (*EXACT, DropFinalNormBias(), GeluToSwiglu(), LearnedPositionsToRope())
-
-SPEC = ModelSpec(
-    vocab_size=61,
-    hidden_size=12,
-    intermediate_size=16,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=8,
-    context=16,
-    norm=Norm.RMSNORM,
-    norm_eps=1e-5,
-    activation=Activation.SILU,
-    gated_mlp=True,
-    positions=Positions.ROPE,
-    attention_scales=(8**-0.5,),
-    tied_head=False,
-    rope=RopeSpec(10000.0, 8),
-)
 
 
 @dataclass(frozen=True)
@@ -86,15 +67,15 @@ def test_every_bias_is_told_with_what_is_lost_of_it(tmp_path: Path) -> None:
     assert all(each.norm is not None for each in dropped)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_bias_of_o_goes_into_v_exactly_where_it_can(kv_heads: int) -> None:
-    spec = dataclasses.replace(SPEC, num_kv_heads=kv_heads)
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_the_bias_of_o_goes_into_v_exactly_where_it_can(kv_heads: int, tmp_path: Path) -> None:
+    spec = SourceModel.open(models.save(models.llama(num_key_value_heads=kv_heads), tmp_path)).spec
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(12, 32, generator=generator, dtype=torch.float64)
-    bias = torch.randn(12, generator=generator, dtype=torch.float64)
+    weight = torch.randn(40, 128, generator=generator, dtype=torch.float64)
+    bias = torch.randn(40, generator=generator, dtype=torch.float64)
     notes = Notes(BlockRef("layer"))
     moved = _move_to_v(Block({"o.weight": weight, "o.bias": bias}), spec, notes)["v.bias"]
-    heads = moved.view(kv_heads, 8).repeat_interleave(4 // kv_heads, dim=0).flatten()
+    heads = moved.view(kv_heads, 16).repeat_interleave(8 // kv_heads, dim=0).flatten()
     torch.testing.assert_close(weight @ heads, bias, rtol=1e-4, atol=1e-4)
     assert notes.dropped[0].norm == pytest.approx(0, abs=1e-4)
 

@@ -74,7 +74,7 @@ def test_micro_batches_add_up_to_the_batch(tmp_path: Path, monkeypatch: pytest.M
     opened = source(tmp_path)
     fit = FitBlocks(steps=2, sequences=4)
     whole = walk(opened, *BEFORE, fit, rows=8).tensors
-    monkeypatch.setattr("converter.ops.fit_blocks._MICRO_BATCH", 72)
+    monkeypatch.setattr("converter.ops.fit_blocks.MICRO_BATCH", 72)
     parts = walk(opened, *BEFORE, fit, rows=8).tensors
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-3, atol=1e-4)

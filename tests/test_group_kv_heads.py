@@ -1,4 +1,4 @@
-"""group_kv_heads: what heads share is kept, exactly where they share all, and models that cannot be grouped are refused."""
+"""group_kv_heads: what heads share is kept, all of it where they are alike, and what cannot be grouped is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from models import Converted
+from models import Converted, Given
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from walks import EXACT, source, walk
@@ -16,7 +16,7 @@ from walks import EXACT, source, walk
 import converter
 from converter.errors import RecipeError, UnsupportedError
 from converter.model import run_attention, run_norm
-from converter.ops import Block, Calibration, Notes
+from converter.ops import Block, Notes
 from converter.ops.drop_final_norm_bias import DropFinalNormBias
 from converter.ops.gelu_to_swiglu import GeluToSwiglu
 from converter.ops.group_kv_heads import GroupKVHeads, share
@@ -26,29 +26,6 @@ from converter.spec import BlockRef, ModelSpec, QKNorm
 
 LAYER = BlockRef("layer", 1)
 FACTS = {"n_head": 6, "n_embd": 96}
-
-
-class States(Calibration):
-    """Given states (B, T, D) in the place of a walk's."""
-
-    def __init__(self, states: Tensor) -> None:
-        self.states = states
-        self.count, self.length = states.shape[:2]
-
-    def batches(self) -> Any:
-        raise NotImplementedError
-
-    def inputs(self, rows: Tensor) -> Tensor:
-        return self.states[rows]
-
-    def targets(self, rows: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def mask(self, rows: Tensor) -> Tensor:
-        return torch.ones(len(rows), self.length, dtype=torch.bool)
-
-    def source_block(self, ref: BlockRef) -> Block:
-        raise NotImplementedError
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -61,7 +38,7 @@ def attention(block: Block, spec: ModelSpec, states: Tensor) -> Tensor:
 
 def alike(block: Block, spec: ModelSpec, groups: int) -> Block:
     """The layer with the keys and values of each group made equal, but for a random basis of every head."""
-    size = spec.num_heads // groups
+    size = spec.num_kv_heads // groups
     changed = {}
     for part in ("k", "v"):
         weight = block[f"{part}.weight"].view(groups, size, spec.head_dim, -1)
@@ -81,13 +58,14 @@ def mean_pooled(block: Block, spec: ModelSpec, groups: int) -> Block:
     return Block({role: pool(t) if role.startswith(("k.", "v.")) else t for role, t in block.items()})
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3])
-def test_heads_that_are_equal_up_to_their_bases_are_merged_exactly(groups: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("heads", "groups"), [(6, 1), (6, 2), (6, 3), (2, 1)])
+def test_heads_that_are_equal_up_to_their_bases_are_merged_exactly(heads: int, groups: int, tmp_path: Path) -> None:
     model = Converted(source(tmp_path, **FACTS))
-    spec, states = model.spec, random(12, 40, 96)
-    block = alike(model.blocks[LAYER], spec, groups)
+    spec, states = model.spec.replace(num_kv_heads=heads), random(12, 40, 96)
+    some = {role: t[: heads * 16] for role, t in model.blocks[LAYER].items() if role.startswith(("k.", "v."))}
+    block = alike(Block({**model.blocks[LAYER], **some}), spec, groups)
     op, notes = GroupKVHeads(groups), Notes(LAYER)
-    grouped = op.apply(block, spec, LAYER, notes, States(states))
+    grouped = op.apply(block, spec, LAYER, notes, Given(states))
     held_out = random(2, 40, 96, seed=1)
     wanted, after = attention(block, spec, held_out), op.change(spec)
     assert grouped["k.weight"].shape == grouped["v.weight"].shape == (groups * 16, 96)
@@ -169,7 +147,7 @@ def test_a_model_that_cannot_be_grouped_is_refused(heads: int, facts: Any, words
 
 
 def test_rotated_heads_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="keys are rotated.*Put it before learned_positions_to_rope"):
+    with pytest.raises(UnsupportedError, match=r"keys are rotated.*Put it before learned_positions_to_rope"):
         walk(source(tmp_path), *EXACT, LearnedPositionsToRope(), GroupKVHeads(), rows=4)
 
 

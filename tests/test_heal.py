@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import models
@@ -17,12 +18,12 @@ import torch
 from accelerate.utils import DistributedType
 
 from converter.errors import CheckpointError, ConverterError, RecipeError, UnsupportedError
-from converter.heal.loop import InterruptedRunError
-from converter.heal.optimizer import parameter_groups, rate_at
-from converter.heal.processes import check_launch
-from converter.heal.run import heal
-from converter.heal.settings import HealSettings
-from converter.heal.theta import ramp, set_theta, theta_of
+from converter.healing.loop import InterruptedRunError
+from converter.healing.optimizer import parameter_groups, rate_at
+from converter.healing.processes import check_launch
+from converter.healing.run import heal
+from converter.healing.settings import HealSettings
+from converter.healing.theta import ramp, set_theta, theta_of
 from converter.recipe import load_recipe
 from converter.source import SourceModel
 from converter.verification import load_plain
@@ -188,9 +189,11 @@ def test_micro_batches_change_nothing(run, healed):
         assert training_losses(report.target) == pytest.approx(training_losses(healed.target), rel=1e-4)
 
 
-def test_gradient_checkpointing_changes_nothing(run, healed):
-    report = run("checkpointed", "heal.gradient_checkpointing=true")
+def test_gradient_checkpointing_and_an_offloaded_teacher_change_nothing(run, healed):
+    report = run("checkpointed", "heal.gradient_checkpointing=true", "heal.teacher=offloaded")
     assert training_losses(report.target) == pytest.approx(training_losses(healed.target), rel=1e-5)
+    with pytest.raises(ConverterError, match="nobody to share the teacher with"):
+        run("alone", "heal.teacher=sharded")
 
 
 def test_the_best_evaluation_is_what_is_written(run):
@@ -222,6 +225,13 @@ def test_the_first_stage_fits_the_states_of_each_layer(run, tmp_path):
     assert steps[5]["loss"] < steps[0]["loss"]
     assert "kl" not in steps[5]
     assert "kl" in steps[6]
+
+
+def test_autocast_to_bf16_keeps_fp32_weights(run, healed):
+    report = run("half", "heal.precision=bfloat16")
+    assert all(tensor.dtype == torch.float32 for tensor in weights(report.target).values())
+    assert report.best.kl == pytest.approx(healed.best.kl, rel=0.05)
+    assert report.best.kl != healed.best.kl
 
 
 def test_a_tied_head_stays_tied(run, tmp_path):
@@ -265,7 +275,7 @@ def test_a_ramp_ends_before_anything_counts_as_best(run):
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_counted(run, monkeypatch):
-    from converter.heal.model import Student
+    from converter.healing.model import Student
 
     forward, calls = Student.forward, []
 
@@ -300,6 +310,8 @@ def test_what_cannot_work_is_refused_before_anything_is_written(run, converted, 
         run("never", text=[])
     with pytest.raises(ConverterError, match="both 0"):
         run("never", "heal.kl=0")
+    with pytest.raises(UnsupportedError, match="the converted model has 2 of 40, the teacher 3 of 48"):
+        run("never", "heal.stage_one=0.5")
     with pytest.raises(UnsupportedError, match="67 tokens"):
         run("never", teacher=models.save(models.gpt2(vocab_size=67), tmp_path / "other"))
     with pytest.raises(RecipeError, match=r"heal.warmup is 2.0, and warmup must be a share"):
@@ -368,22 +380,27 @@ def test_a_recipe_holds_the_settings_and_counts_read_like_64k(tmp_path):
 def test_a_run_killed_at_twenty_random_moments_always_goes_on_to_the_same_weights(
     run, converted, teacher, text, tmp_path
 ):
-    longer = ("heal.tokens=16000", "heal.save_every=1")
-    whole = run("whole", *longer)
+    longer = "heal.tokens=64000"
+    whole = run("whole", longer)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["converter.heal.run"])
-    given = {"teacher": teacher, "text": [text], "overrides": [*SHORT, *longer], "resume": True}
-    moments = random.Random(0)
-    steps = []
+    context.set_forkserver_preload(["converter.healing.run"])
+    given = {"teacher": teacher, "text": [text], "overrides": [*SHORT, longer, "heal.save_every=1"], "resume": True}
+    moments, steps = random.Random(0), [0]
     for _ in range(20):
         process = context.Process(target=heal, args=(converted, tmp_path / "again"), kwargs=given)
         process.start()
-        process.join(moments.uniform(0.5, 4.0))
+        while newest(tmp_path) <= steps[-1] and process.exitcode is None:
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0.0, 0.2))
+        assert process.exitcode is None  # still at work: the kill hits
         process.kill()
         process.join()
-        steps.append(max((int(path.name[5:]) for path in tmp_path.glob(".again.partial/.heal/step-*")), default=0))
-    assert steps == sorted(steps)
-    assert 0 < len(set(steps))
+        steps.append(newest(tmp_path))
     report = heal(converted, tmp_path / "again", **given)
     assert same_weights(report.target, whole.target)
     assert training_losses(report.target) == training_losses(whole.target)
+
+
+def newest(folder):
+    """The step of the newest snapshot of an unfinished run."""
+    return max((int(path.name[5:]) for path in folder.glob(".again.partial/.heal/step-*")), default=0)

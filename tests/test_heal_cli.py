@@ -50,7 +50,7 @@ def test_heal_with_its_controls(gpt2, llama, text, tmp_path):
 
 
 def test_the_naive_start_is_healed_in_the_same_way(gpt2, llama, text, tmp_path):
-    from converter.heal.run import heal
+    from converter.healing.run import heal
 
     overrides = ("heal.tokens=320", "heal.context=40", "heal.sequences_per_step=4")
     report = heal(llama, tmp_path / "out", teacher=gpt2, text=[text], overrides=overrides, starts=["naive"])

@@ -16,10 +16,10 @@ import torch
 from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from converter.errors import ConverterError, VerificationError
-from converter.heal import data
-from converter.heal.batches import IGNORE, Batches, Sequences
-from converter.heal.data import Corpus, load_corpus
-from converter.heal.documents import check_no_leak, run_packed, run_packed_layers
+from converter.healing import data
+from converter.healing.batches import IGNORE, Batches, Sequences
+from converter.healing.data import Corpus, load_corpus
+from converter.healing.documents import check_no_leak, run_packed, run_packed_layers
 from converter.tokenizer import load_tokenizer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-gpt2"

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from converter.heal.batches import IGNORE, Batches
-from converter.heal.data import Corpus
-from converter.heal.losses import Head, HeadLosses, LossWeights, head_losses, hidden_state_loss, liger
+from converter.healing.batches import IGNORE, Batches
+from converter.healing.data import Corpus
+from converter.healing.losses import Head, HeadLosses, LossWeights, head_losses, hidden_state_loss, liger
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCAB = 23, 8, 12, 61
 MIXED = LossWeights(kl=0.7, ce=0.4)

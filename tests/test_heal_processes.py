@@ -13,7 +13,7 @@ import models
 import pytest
 from test_heal import StopAt, kill, same_weights, training_losses, weights
 
-from converter.heal.run import heal
+from converter.healing.run import heal
 
 #: 20 steps of 5 sequences of 40 tokens: an odd number, so that one of two ranks has a row of padding.
 SETTINGS = (
@@ -121,3 +121,26 @@ def test_accelerate_launch_on_cpus_heals_and_refuses_to_go_on_unsharded(jobs, on
     assert code != 0
     assert "the launch asks for FSDP" in said
     assert not (tmp_path / "sharded").exists()
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_the_losses_of_a_cpu(jobs, one):
+    heal(**jobs("gpu", "heal.precision=float32"), device="cuda")
+    assert training_losses(folder(jobs, "gpu")) == pytest.approx(training_losses(folder(jobs, "one")), rel=1e-3)
+    heal(**jobs("gpu-bf16"), device="cuda")
+    assert training_losses(folder(jobs, "gpu-bf16")) == pytest.approx(training_losses(folder(jobs, "one")), rel=0.05)
+    heal(**jobs("gpu-offloaded", "heal.precision=float32", "heal.teacher=offloaded"), device="cuda")
+    assert training_losses(folder(jobs, "gpu-offloaded")) == training_losses(folder(jobs, "gpu"))
+
+
+@pytest.mark.gpu
+def test_fsdp2_through_accelerate_makes_the_losses_of_one_process(jobs, one):
+    """Needs two GPUs."""
+    job = jobs("fsdp2", "heal.precision=float32", "heal.teacher=sharded", "heal.gradient_checkpointing=true")
+    heal_it = ["-m", "converter", "heal", job["converted"], job["target"], "--teacher", job["teacher"]]
+    heal_it += ["--text", *job["text"], *(part for override in job["overrides"] for part in ("--set", override))]
+    fsdp = ("--use_fsdp", "--fsdp_version", 2, "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    code, said = launch("accelerate.commands.launch", "--num_processes", 2, *fsdp, *heal_it)
+    assert code == 0, said[-4000:]
+    assert training_losses(folder(jobs, "fsdp2")) == pytest.approx(training_losses(folder(jobs, "one")), rel=1e-3)
+    assert "lm_head.weight" not in weights(folder(jobs, "fsdp2"))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
-from models import TOLERANCE, Converted
+from models import TOLERANCE, Converted, Given
 from torch import Tensor
 
 from converter.errors import UnsupportedError
@@ -42,23 +40,13 @@ def source(tmp_path: Path) -> SourceModel:
     return opened(tmp_path, scale_attn_by_inverse_layer_idx=True)
 
 
-@dataclass
-class States:
-    """Given states in the place of a walk's `Calibration`, for the op that needs no more."""
-
-    states: Tensor
-
-    def batches(self) -> Iterator[Tensor]:
-        yield from self.states.split(50)
-
-
-def head_states(model: Converted, ids: Tensor) -> States:
+def head_states(model: Converted, ids: Tensor) -> Given:
     """What enters the head on some ids, (N, D)."""
     head = model.blocks[HEAD]["head.weight"]
     as_it_is = Block({"head.weight": torch.eye(head.shape[1], dtype=head.dtype)})
     spec = model.spec.replace(final_norm=False)
     states = models.run(lambda ref: as_it_is if ref == HEAD else model.blocks[ref], spec, ids)
-    return States(states.flatten(0, 1))
+    return Given(states)
 
 
 def kl(source: Tensor, other: Tensor) -> float:
@@ -195,7 +183,7 @@ def test_the_final_norm_bias_is_folded_by_what_the_head_reads(source: SourceMode
 
     states = head_states(ready(), fitted)
 
-    def damage(ids: Tensor, calibration: States | None = states, **parameters: Any) -> float:
+    def damage(ids: Tensor, calibration: Given | None = states, **parameters: Any) -> float:
         folded = ready().after(FoldFinalNormBias(**parameters), calibration=calibration)
         assert "final_norm.bias" not in folded.blocks[HEAD]
         return kl(ready().logits(ids), folded.logits(ids))
@@ -214,7 +202,7 @@ def test_a_state_of_constant_projection_is_folded_exactly(source: SourceModel, i
     states[:, 0] = 0
     states[:, 0] = states.square().sum(-1).sqrt()  # a constant share of the norm
     spec = spec.replace(norm_eps=1e-12)
-    folded = FoldFinalNormBias(ridge=1e-12).apply(head, spec, HEAD, Notes(HEAD), States(states))
+    folded = FoldFinalNormBias(ridge=1e-12).apply(head, spec, HEAD, Notes(HEAD), Given(states[None]))
     normed = run_final_norm(folded, spec.replace(final_norm_bias=False), states)
     wanted = (normed + head["final_norm.bias"]) @ head["head.weight"].T
     assert models.relative(normed @ folded["head.weight"].T, wanted) < 1e-6

@@ -14,9 +14,8 @@ import torch
 
 from converter.conversion import convert
 from converter.corpus import held_out_documents
-from converter.rope.by_loss import detect_by_loss
+from converter.rope.by_loss import detect_by_loss, text_windows
 from converter.rope.detect import detect_layers, detect_source, query_key_layers
-from converter.rope.swap import text_windows
 from converter.source import SourceModel
 from converter.spec import RopeLayout
 

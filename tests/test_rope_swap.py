@@ -25,6 +25,7 @@ from test_rope_families import GPTJ, LLAMA_LIKE, NEOX, make
 from converter.conversion import convert
 from converter.errors import ConverterError, UnsupportedError
 from converter.rope import patch, scores
+from converter.rope.journal import FOLDER
 from converter.rope.moves import unit_edges
 from converter.rope.patch import roll_back, swap_in_place
 from converter.rope.swap import swap
@@ -120,7 +121,7 @@ class TestCopy:
         with pytest.raises(ConverterError, match="scores of layer 0 differ"):
             swap_in_place(folder, to=INTERLEAVED)
         assert contents(folder) == before
-        assert not (folder / patch.FOLDER).exists()
+        assert not (folder / FOLDER).exists()
 
     def test_units_that_no_row_leaves(self):
         assert unit_edges(np.array([0, 2, 1, 3, 5, 4])).tolist() == [0, 1, 3, 4, 6]
@@ -279,7 +280,7 @@ class TestInPlace:
                 assert contents(folder) == contents(original)
             else:
                 assert contents(folder) in (contents(original), contents(done))
-            assert not (folder / patch.FOLDER).exists()
+            assert not (folder / FOLDER).exists()
             shutil.rmtree(folder)
         assert stops > 10
 
@@ -307,7 +308,7 @@ class TestInPlace:
             time.sleep(took * random.Random(seed).random())
             process.send_signal(signal.SIGKILL)
             process.wait()
-            unfinished += (folder / patch.FOLDER).exists()
+            unfinished += (folder / FOLDER).exists()
             finish_swap(folder)
             assert contents(folder) == contents(done)
             shutil.rmtree(folder)
@@ -317,7 +318,7 @@ class TestInPlace:
 def started(folder: Path) -> tuple[subprocess.Popen[bytes], Callable[[], float]]:
     """A swap in place that has begun its journal, and what waits for its end and tells how long that took."""
     process = subprocess.Popen(command(folder), stdout=subprocess.DEVNULL)
-    while not (folder / patch.FOLDER).exists() and process.poll() is None:
+    while not (folder / FOLDER).exists() and process.poll() is None:
         time.sleep(0.0005)
     start = time.monotonic()
 
@@ -399,7 +400,7 @@ def finish_swap(folder: Path) -> None:
         swap_in_place(folder, to=INTERLEAVED)
     except ConverterError as error:
         assert "interleaved already" in str(error)  # noqa: PT017
-        shutil.rmtree(folder / patch.FOLDER, ignore_errors=True)
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)
 
 
 def command(folder: Path) -> list[str]:

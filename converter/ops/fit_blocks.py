@@ -43,8 +43,9 @@ _WARMUP = 10
 _BIAS_RATE = 60.0
 #: Share of the newest errors in their covariance, and steps between two inversions of it.
 _NEWEST, _INVERSION = 0.05, 10
-#: Tokens whose activations are held at once; more are summed up in micro-batches.
-_MICRO_BATCH = 4096
+#: Tokens whose activations are held at once, or a window; more are summed up in micro-batches. In a layer of GPT-2-XL
+#: their graph is as large as the layer (171 and 164 MB), and the backward needs as much again.
+MICRO_BATCH = 1024
 #: Tokens that the error is measured on, before and after.
 _MEASURED = 16384
 
@@ -170,7 +171,7 @@ def _selections(count: int, sequences: int, steps: int, seed: int, layer: int) -
 
 def _micro_batch(calibration: Calibration) -> int:
     """Windows whose activations are held at once."""
-    return max(1, _MICRO_BATCH // calibration.length)
+    return max(1, MICRO_BATCH // calibration.length)
 
 
 def _errors(

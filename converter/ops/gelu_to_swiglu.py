@@ -8,9 +8,10 @@ constants are in `swiglu_fits`; SiLU and quick-GELU are exact, the GELUs and ReL
 units the MLP is K times as wide.
 
 With `refit` an approximate fit looks at the data. For K = 1 every neuron of a GELU takes from a ladder of slopes a the
-one whose silu(a z) is nearest to a multiple of f(z) on the neuron's own pre-activations z; ReLU has one slope for all, a
-steep one. For any K, `down` and its bias then follow by least squares (ridge, fp64) against what the MLP gave before.
-What the neurons err by before that, for K = 1, is noted for each layer.
+one whose silu(a z) is nearest to a multiple of f(z) on the neuron's own pre-activations z; ReLU has one slope for all,
+less steep than without `refit`, so that a layer can be fitted afterwards. For any K, `down` and its bias then follow by
+least squares (ridge, fp64) against what the MLP gave before. What the neurons err by before that, for K = 1, is noted
+for each layer.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from converter.spec import Activation, BlockRef, ModelSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Slopes a that a neuron of a GELU may take for K = 1; one for all is 1.74.
+#: Slopes a that a neuron may take for K = 1 with `refit`; one for all is 1.74 for the GELUs and 64 for ReLU. But `up`
+#: is 1/a, and steps of a fit that are small beside 1/4 are large beside 1/64 (docs/conversion.md, "ReLU").
 _LADDER = tuple(1.4 + 0.05 * step for step in range(17))
-_GELUS = (Activation.GELU_ERF, Activation.GELU_TANH)
+_LADDERS = {Activation.GELU_ERF: _LADDER, Activation.GELU_TANH: _LADDER, Activation.RELU: (4.0,)}
 #: Tokens that they are chosen on: a choice among few.
 _SLOPE_TOKENS = 8192
 
@@ -104,7 +106,7 @@ class GeluToSwiglu(Op):
         if calibration is None or self.exact(spec):
             return result
         if self.units == 1:
-            ladder = _LADDER if spec.activation in _GELUS else (fit[0].a,)
+            ladder = _LADDERS[spec.activation]
             slopes, notes.errors["of the neurons"] = _slopes(ladder, block, spec, ref.index, calibration)
             slopes = slopes / fit[0].a
             result["gate.weight"] = gate_weight * slopes[:, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -12,19 +13,20 @@ from converter.rope.detect import Detection, detect_source
 from converter.rope.layout import other_layout
 from converter.source import SourceModel
 from converter.spec import EMBEDDINGS, HEAD, BlockRef, RopeLayout
-from converter.text import Windows
+from converter.text import Windows, read_documents, windows
+from converter.tokenizer import load_tokenizer
 from converter.verification import batches, predictions
 
 #: A loss lower by this many nats a token decides between the readings of a text.
 LEAST_LOSS_DIFFERENCE = 0.02
 
 
-def detect_by_loss(source: SourceModel, windows: Windows) -> Detection:
+def detect_by_loss(source: SourceModel, text: Windows) -> Detection:
     """Decide by the loss on a text under both readings of the rows; the weights are told beside it."""
     found = detect_source(source)
     if source.spec.rope is None:
         return found
-    losses = {layout.value: reading_loss(source, windows, layout) for layout in RopeLayout}
+    losses = {layout.value: reading_loss(source, text, layout) for layout in RopeLayout}
     low, high = sorted(losses, key=lambda name: losses[name])
     difference = losses[high] - losses[low]
     facts = asdict(found) | {"losses": losses}
@@ -39,21 +41,34 @@ def detect_by_loss(source: SourceModel, windows: Windows) -> Detection:
     return Detection(**facts | {"layout": low, "confidence": 1.0, "reason": reason})
 
 
+def text_windows(source: SourceModel, text: Path, tokens: int = 8192) -> Windows:
+    """Windows of a text, as long as the model allows, up to 512 tokens: a wrong layout shows late in a window."""
+    ids = source.token_ids()
+    opening = ids["bos_token_id"] if ids["bos_token_id"] is not None else ids["eos_token_id"]
+    documents = read_documents(
+        [text],
+        load_tokenizer(source.checkpoint.path),
+        vocab_size=source.spec.vocab_size,
+        end_of_text=opening if isinstance(opening, int) else None,
+    )
+    return windows(documents, min(source.spec.context, 512), tokens)
+
+
 @torch.no_grad()
-def reading_loss(source: SourceModel, windows: Windows, layout: RopeLayout) -> float:
+def reading_loss(source: SourceModel, text: Windows, layout: RopeLayout) -> float:
     """Nats per token of the reference model, the rows of q and k read in this layout."""
     assert source.spec.rope is not None
     spec = source.spec.replace(rope=dataclasses.replace(source.spec.rope, layout=layout))
     block = source.read_block(EMBEDDINGS, torch.float32)
-    parts = list(batches(windows))
-    states = [model.run_embeddings(block, spec, torch.from_numpy(windows.ids[part])) for part in parts]
+    parts = list(batches(text))
+    states = [model.run_embeddings(block, spec, torch.from_numpy(text.ids[part])) for part in parts]
     for index in range(spec.num_layers):
         block = source.read_block(BlockRef("layer", index), torch.float32)
         states = [model.run_layer(block, spec, index, each) for each in states]
     block = source.read_block(HEAD, torch.float32)
     total, count = 0.0, 0
     for part, each in zip(parts, states, strict=True):
-        rows, positions, targets = predictions(windows, part)
+        rows, positions, targets = predictions(text, part)
         for chosen in torch.arange(len(targets)).split(1024):
             logits = model.run_head(block, spec, each[rows[chosen], positions[chosen]])
             total += float(torch.nn.functional.cross_entropy(logits.double(), targets[chosen], reduction="sum"))

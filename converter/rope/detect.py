@@ -12,7 +12,13 @@ Each hypothesis on the order of the rows (either layout, and what the common mis
 which rows are pairs, and in which order their frequencies are. For each the products are summed over
 heads and layers against the `_WAVES` slowest cosines along the frequencies; each sum, divided by the root of its
 sum of squares, has the variance 1 where the hypothesis is wrong, whatever the sizes are. The sum of
-their squares is the score. `docs/rope.md` has the calibration.
+their squares is `rotation`.
+
+The coefficients of cos say which row of q goes with which of k, in a model without RoPE too: attention looks for
+like content, so q_a.k_a leans to one sign. Summed in the same way they are `match`. It tells mistakes apart that
+moved q and k differently, but it is no sign of rotation, and taken for coefficients of sin by a wrong
+hypothesis it looks like one. So a verdict needs enough of `rotation` by itself, and no hypothesis with far more of
+`match` beside it. `docs/rope.md` has the calibration.
 """
 
 from __future__ import annotations
@@ -39,6 +45,9 @@ COLUMNS = 256
 #: Least score of the winner, and least distance to any other verdict (docs/rope.md).
 LEAST_SCORE = 28.0
 LEAST_MARGIN = 4.0
+#: Least rotation of the winner, and least part of the best match that it has to have.
+LEAST_ROTATION = 20.0
+LEAST_MATCH = 0.7
 #: What a mistake's score is lowered by: a priori it is less likely than none. Less than half of LEAST_MARGIN, so
 #: that a layout is never named where a mistake explains the rows better.
 PENALTY = 1.9
@@ -56,6 +65,7 @@ class Detection:
     k: str
     score: float
     margin: float
+    rotation: float
     #: Tensor kind -> hypothesis -> the best score with it.
     evidence: dict[str, dict[str, float]] = field(default_factory=dict)
     #: Nats per token under either reading of the rows, with a text.
@@ -75,7 +85,7 @@ def detect(path: str | Path) -> Detection:
 def detect_source(source: SourceModel) -> Detection:
     """The layout of an opened checkpoint."""
     if source.spec.rope is None:
-        return Detection("none", 1.0, None, "none", "none", 0.0, 0.0, reason="the family has no RoPE")
+        return Detection("none", 1.0, None, "none", "none", 0.0, 0.0, 0.0, reason="the family has no RoPE")
     return detect_layers(query_key_layers(source), source.spec)
 
 
@@ -103,8 +113,8 @@ def detect_layers(layers: Iterable[tuple[Columns, Columns]], spec: ModelSpec) ->
             for (q_across, k_across), statistic in statistics.items():
                 statistic.add(_products(_taken_back(q, q_across), _taken_back(k, k_across), spec))
     if not seen:
-        return Detection("none", 1.0, None, "none", "none", 0.0, 0.0, reason="no layer rotates")
-    return _decide({pair: score for statistic in statistics.values() for pair, score in statistic.scores()})
+        return Detection("none", 1.0, None, "none", "none", 0.0, 0.0, 0.0, reason="no layer rotates")
+    return _decide([explanation for statistic in statistics.values() for explanation in statistic.explanations()])
 
 
 def _taken_back(rows: Columns, across: tuple[int, RopeLayout] | None) -> Columns:
@@ -130,11 +140,34 @@ def _statistics(q_orders: list[Order], k_orders: list[Order]) -> dict[tuple[Any,
     return {key: _Statistic(found) for key, found in pairs.items()}
 
 
-class _Statistic:
-    """How much the coefficients of the pairs that each hypothesis names agree in sign.
+@dataclass(frozen=True)
+class _Explanation:
+    """One order of q with one of k, and what the weights say for it."""
 
-    Those of sin say which rows are pairs; those of cos, with half the weight, which row of q goes with which of k.
-    """
+    q: Order
+    k: Order
+    rotation: float
+    match: float
+
+    @property
+    def verdict(self) -> RopeLayout | None:
+        """The layout of both, or None for a mistake."""
+        return self.q.layout if self.q.layout is self.k.layout else None
+
+    @property
+    def score(self) -> float:
+        """What it is ranked by."""
+        return self.rotation + 0.5 * self.match - (0.0 if self.verdict is not None else PENALTY)
+
+    def __str__(self) -> str:
+        if self.q.name == self.k.name:
+            return f"q and k are {self.q.name}"
+        words = f"q is {self.q.name}; k is {self.k.name}"
+        return f"only one of q and k was moved: {words}" if self.q.layout and self.k.layout else words
+
+
+class _Statistic:
+    """How much the coefficients of the pairs that each hypothesis names agree in sign."""
 
     def __init__(self, pairs: list[tuple[Order, Order]]) -> None:
         self.pairs = pairs
@@ -155,55 +188,66 @@ class _Statistic:
             self._sums[kind] += (np.sign(found) * np.sqrt(size)).sum(axis=0)  # the root: no single head speaks for all
             self._squares[kind] += size.sum(axis=0)
 
-    def scores(self) -> Iterator[tuple[tuple[Order, Order], float]]:
-        """The score of each pair of hypotheses over everything that was taken in."""
+    def explanations(self) -> Iterator[_Explanation]:
+        """Each pair of hypotheses, by everything that was taken in."""
         frequencies = (np.arange(self._half) + 0.5) / self._half
         waves = np.cos(np.pi * np.arange(min(_WAVES, self._half))[:, None] * frequencies)
         sums, squares = self._sums @ waves.T, self._squares @ np.square(waves).T
-        sines, cosines = (np.square(sums) / np.maximum(squares, 1e-30)).sum(axis=-1)
-        yield from zip(self.pairs, (sines + 0.5 * cosines).tolist(), strict=True)
+        rotation, match = (np.square(sums) / np.maximum(squares, 1e-30)).sum(axis=-1)
+        for (q, k), *scores in zip(self.pairs, rotation.tolist(), match.tolist(), strict=True):
+            yield _Explanation(q, k, *scores)
 
 
-def _decide(scores: dict[tuple[Order, Order], float]) -> Detection:
-    """The verdict: a layout, a mistake, or neither where the score is low or another verdict is near."""
-    ranked = sorted(((score - _penalty(*pair), *pair) for pair, score in scores.items()), key=lambda each: -each[0])
-    best, q, k = ranked[0]
-    verdict = _verdict(q, k)
-    other = next((each for each in ranked if _verdict(*each[1:]) is not verdict), ranked[-1])
-    margin = best - other[0]
-    evidence: dict[str, dict[str, float]] = {"q": {}, "k": {}}
-    for score, *pair in ranked:
-        for part, order in zip(("q", "k"), pair, strict=True):
-            evidence[part].setdefault(order.name, round(score, 2))
-    evidence = {part: dict(list(by_name.items())[:6]) for part, by_name in evidence.items()}
-    confidence = round(1 / (1 + math.exp((LEAST_MARGIN - margin) / 2) + math.exp((LEAST_SCORE - best) / 2)), 4)
-    if best < LEAST_SCORE or margin < LEAST_MARGIN:
-        reason = (
-            "no order of the rows stands out, as in a model that is untrained or without RoPE"
-            if best < LEAST_SCORE
-            else f"'{_words(q, k)}' and '{_words(*other[1:])}' explain the rows nearly as well"
-        )
-        return Detection("unknown", confidence, None, "unknown", "unknown", best, margin, evidence, reason=reason)
-    if verdict is not None:
+def _decide(explanations: list[_Explanation]) -> Detection:
+    """The verdict: a layout, a mistake, or neither where little speaks for the best or as much for another."""
+    ranked = sorted(explanations, key=lambda each: -each.score)
+    best = ranked[0]
+    other = next((each for each in ranked if each.verdict is not best.verdict), ranked[-1])
+    margin = best.score - other.score
+    confidence = 1 / (1 + sum(math.exp(lack / 2) for lack in _lacks(best, margin)))
+    facts: dict[str, Any] = {
+        "confidence": round(confidence, 4),
+        "score": best.score,
+        "margin": margin,
+        "rotation": best.rotation,
+        "evidence": _evidence(ranked),
+    }
+    doubt = _doubt(ranked, other, margin)
+    if doubt is not None:
+        return Detection(layout="unknown", fault=None, q="unknown", k="unknown", reason=doubt, **facts)
+    facts |= {"q": best.q.name, "k": best.k.name}
+    if best.verdict is not None:
         reason = "the pairs of this layout, and of no other order, agree in sign over heads and layers"
-        return Detection(verdict.value, confidence, None, q.name, k.name, best, margin, evidence, reason=reason)
-    near = [each[1:] for each in ranked if best - each[0] < LEAST_MARGIN and _verdict(*each[1:]) is None]
-    fault = ", or ".join(_words(*pair) for pair in near)
-    reason = "q and k are in no single layout"
-    return Detection("unknown", confidence, fault, q.name, k.name, best, margin, evidence, reason=reason)
+        return Detection(layout=best.verdict.value, fault=None, reason=reason, **facts)
+    near = [each for each in ranked if best.score - each.score < LEAST_MARGIN and each.verdict is None]
+    fault = ", or ".join(str(each) for each in near)
+    return Detection(layout="unknown", fault=fault, reason="q and k are in no single layout", **facts)
 
 
-def _verdict(q: Order, k: Order) -> RopeLayout | None:
-    """The layout of both, or None for a mistake."""
-    return q.layout if q.layout is k.layout else None
+def _lacks(best: _Explanation, margin: float) -> tuple[float, float, float]:
+    """By how much score, rotation and margin are short of what a verdict needs."""
+    return LEAST_SCORE - best.score, LEAST_ROTATION - best.rotation, LEAST_MARGIN - margin
 
 
-def _penalty(q: Order, k: Order) -> float:
-    return 0.0 if _verdict(q, k) is not None else PENALTY
+def _doubt(ranked: list[_Explanation], other: _Explanation, margin: float) -> str | None:
+    """Why there is no verdict."""
+    best = ranked[0]
+    match = max(ranked, key=lambda each: each.match)
+    score_lack, rotation_lack, margin_lack = _lacks(best, margin)
+    if score_lack > 0 or rotation_lack > 0:
+        return "no order of the rows stands out, as in a model that is untrained or without RoPE"
+    if best.match < LEAST_MATCH * match.match:
+        return f"by their pairs {best}, but rows of q and k match each other as if {match}"
+    if margin_lack > 0:
+        return f"'{best}' and '{other}' explain the rows nearly as well"
+    return None
 
 
-def _words(q: Order, k: Order) -> str:
-    if q.name == k.name:
-        return f"q and k are {q.name}"
-    words = f"q is {q.name}; k is {k.name}"
-    return f"only one of q and k was moved: {words}" if q.layout and k.layout else words
+def _evidence(ranked: list[_Explanation]) -> dict[str, dict[str, float]]:
+    """The best six orders of q and of k, with the score of the best explanation that has them."""
+    found: dict[str, dict[str, float]] = {"q": {}, "k": {}}
+    for each in ranked:
+        for part, order in (("q", each.q), ("k", each.k)):
+            if len(found[part]) < 6:
+                found[part].setdefault(order.name, round(each.score, 2))
+    return found

@@ -134,11 +134,13 @@ def plan_moves(source: SourceModel, to: RopeLayout) -> list[Move]:
         start = source.checkpoint.start(info.name)
         if start is None:
             raise UnsupportedError(
-                "rows are moved in safetensors files only, and this is a pickle",
+                "rows are moved in safetensors files only, not in pickles or GGUF files",
                 where=str(info.file),
                 fix="Write it as safetensors first, with `converter convert`, or with save_pretrained",
             )
         moves.append(Move(info.name, info.file, start, info.nbytes // info.shape[0], order))
+    if not moves:
+        raise UnsupportedError("no layer rotates, so there is nothing to swap", where=source.where)
     return moves
 
 

@@ -31,12 +31,12 @@ class Settlement:
     note: str | None = None
 
 
-def stamped(folder: Path, source: SourceModel | None, settlement: Settlement, to: RopeLayout, tensors: int) -> str:
+def stamped(folder: Path, source: SourceModel, settlement: Settlement, to: RopeLayout, tensors: int) -> str:
     """The text of a conversion.json with the new layout, and this swap added to its history."""
     file = folder / STAMP
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     rope = content.get("rope") or {}
-    if source is not None and source.spec.rope is not None:
+    if source.spec.rope is not None:
         rope = {
             "theta": source.spec.rope.theta,
             "rotary_dim": source.spec.rope.rotary_dim,
@@ -78,11 +78,6 @@ def settle(
 
     Raises where they do not agree, or agree on `to`.
     """
-    evidence: dict[str, str] = {}
-    if found.losses is not None:
-        low, high = sorted(found.losses, key=lambda name: found.losses[name] if found.losses else 0.0)
-        if found.losses[high] - found.losses[low] > 0.02:
-            evidence["the loss on the text"] = low
     if found.fault is not None:
         raise UnsupportedError(
             "the rows are in no single layout, so swapping them would only move the mistake",
@@ -90,8 +85,10 @@ def settle(
             why=f"by the weights {found.fault}",
             fix="Take the checkpoint from before that permutation",
         )
-    if found.losses is None and found.layout in (RopeLayout.INTERLEAVED.value, RopeLayout.HALF_SPLIT.value):
-        evidence[f"the weights (confidence {found.confidence:.2f})"] = found.layout
+    evidence: dict[str, str] = {}
+    if found.layout in (RopeLayout.INTERLEAVED.value, RopeLayout.HALF_SPLIT.value):
+        by_weights = f"the weights (confidence {found.confidence:.2f})"
+        evidence["the loss on the text" if found.losses is not None else by_weights] = found.layout
     everyone = voices | evidence
     layouts = set(everyone.values())
     note = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from converter.checkpoint import Checkpoint
 from converter.errors import ConverterError
@@ -20,9 +20,6 @@ from converter.rope.settle import Settlement, declared_voices, settle, stamped
 from converter.source import SourceModel
 from converter.spec import QKNorm, RopeLayout
 from converter.stamp import STAMP
-
-if TYPE_CHECKING:
-    from converter.text import Windows
 
 Say = Callable[[str], None]
 
@@ -44,7 +41,7 @@ class SwapReport:
     score_error: float
     voices: dict[str, str]
     notes: tuple[str, ...] = ()
-    left_behind: tuple[str, ...] = field(default=())
+    left_behind: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -132,25 +129,9 @@ def look(source: SourceModel, text: Path | None) -> Detection:
     """What the weights say, or with a text the losses."""
     if text is None:
         return detect_source(source)
-    from converter.rope.by_loss import detect_by_loss
+    from converter.rope.by_loss import detect_by_loss, text_windows
 
     return detect_by_loss(source, text_windows(source, text))
-
-
-def text_windows(source: SourceModel, text: Path, tokens: int = 8192) -> Windows:
-    """Windows of a text, as long as the model allows, up to 512 tokens: a wrong layout shows late in a window."""
-    from converter.text import read_documents, windows
-    from converter.tokenizer import load_tokenizer
-
-    ids = source.token_ids()
-    opening = ids["bos_token_id"] if ids["bos_token_id"] is not None else ids["eos_token_id"]
-    documents = read_documents(
-        [text],
-        load_tokenizer(source.checkpoint.path),
-        vocab_size=source.spec.vocab_size,
-        end_of_text=opening if isinstance(opening, int) else None,
-    )
-    return windows(documents, min(source.spec.context, 512), tokens)
 
 
 def announcement(source: SourceModel, moves: list[Move]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from converter.heal.settings import HealSettings
+from converter.healing.settings import HealSettings
 
 #: Loss curves of fine-tuning are steep at first: a shorter memory of squared gradients than 0.999 follows them.
 _BETAS = (0.9, 0.95)

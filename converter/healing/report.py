@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
-from converter.heal.control import Control
-from converter.heal.figures import draw_healing
-from converter.heal.loop import Evaluation
+from converter.healing.control import Control
+from converter.healing.figures import draw_healing
+from converter.healing.loop import Evaluation
 from converter.report import comparison_table, markdown
 from converter.verification import Comparison
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from converter.errors import VerificationError
-from converter.heal.batches import IGNORE, Sequences
+from converter.healing.batches import IGNORE, Sequences
 
 #: Largest difference, over the largest state, that rounding alone makes: 1e-6 is seen in fp32, 1e-2 in bf16.
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from converter.heal.batches import Batches
-from converter.heal.documents import check_no_leak
-from converter.heal.loop import Loop
-from converter.heal.losses import LossWeights
-from converter.heal.model import Student, Teacher
-from converter.heal.optimizer import adamw, parameter_groups
-from converter.heal.settings import HealSettings
-from converter.heal.teachers import place_teacher
-from converter.heal.texts import HealTexts, sequences_of
-from converter.heal.theta import theta_of
+from converter.healing.batches import Batches
+from converter.healing.documents import check_no_leak
+from converter.healing.loop import Loop
+from converter.healing.losses import LossWeights
+from converter.healing.model import Student, Teacher
+from converter.healing.optimizer import adamw, parameter_groups
+from converter.healing.settings import HealSettings
+from converter.healing.teachers import place_teacher
+from converter.healing.texts import HealTexts, sequences_of
+from converter.healing.theta import theta_of
 from converter.source import SourceModel
 from converter.spec import Norm
 from converter.text import windows

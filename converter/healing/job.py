@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 from converter import __version__
 from converter.errors import ConverterError, UnsupportedError
-from converter.heal.export import check_exportable, check_generation_config
-from converter.heal.settings import HealSettings
-from converter.heal.texts import HealTexts
+from converter.healing.export import check_exportable, check_generation_config
+from converter.healing.settings import HealSettings
+from converter.healing.texts import HealTexts
 from converter.plan import DtypeName
 from converter.recipe import Recipe, load_recipe, with_overrides
 from converter.source import SourceModel
@@ -96,6 +96,12 @@ def open_job(
 def _open_teacher(student: SourceModel, teacher: str | Path) -> SourceModel:
     """The source, which must have the converted model's tokens."""
     source = SourceModel.open(teacher)
+    if source.family.model_class is None and source.family.stand_in is None:
+        raise UnsupportedError(
+            f"transformers has no class that runs a {source.family.name}, so it cannot teach",
+            where=source.where,
+            fix="Convert it to Hugging Face's format first: `converter recipes list` shows how",
+        )
     if source.spec.vocab_size != student.spec.vocab_size:
         raise UnsupportedError(
             f"the teacher has {source.spec.vocab_size} tokens and the converted model {student.spec.vocab_size}",
@@ -112,10 +118,10 @@ def _open_teacher(student: SourceModel, teacher: str | Path) -> SourceModel:
 def _check_layers(student: SourceModel, source: SourceModel) -> None:
     """The first stage compares layer with layer."""
     shapes = [(model.spec.num_layers, model.spec.hidden_size) for model in (student, source)]
-    if shapes[0] != shapes[1]:
+    if shapes[0] != shapes[1] or shapes[0][0] < 2:
         raise UnsupportedError(
-            "the first stage needs as many layers, as wide as the teacher's: the converted model has {} of {}, the "
-            "teacher {} of {}".format(*shapes[0], *shapes[1]),
+            "the first stage needs two layers or more, as many and as wide as the teacher's: the converted model has "
+            "{} of {}, the teacher {} of {}".format(*shapes[0], *shapes[1]),
             where="heal.stage_one",
             fix="Set heal.stage_one to 0",
         )

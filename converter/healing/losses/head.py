@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from converter.heal.batches import IGNORE
-from converter.heal.losses import liger
-from converter.heal.losses.cross_entropy import cross_entropy
-from converter.heal.losses.kl import Direction, kl_divergence
+from converter.healing.batches import IGNORE
+from converter.healing.losses import liger
+from converter.healing.losses.cross_entropy import cross_entropy
+from converter.healing.losses.kl import Direction, kl_divergence
 
 
 class _Sizes(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from converter.errors import ConverterError
-from converter.heal.data import Corpus
+from converter.healing.data import Corpus
 
 #: The target of a token that has none.
 IGNORE = -100

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from converter.heal.batches import IGNORE, Sequences
-from converter.heal.documents import run_packed, run_packed_layers
-from converter.heal.losses import Head, LossWeights, head_losses, hidden_state_loss
+from converter.healing.batches import IGNORE, Sequences
+from converter.healing.documents import run_packed, run_packed_layers
+from converter.healing.losses import Head, LossWeights, head_losses, hidden_state_loss
 
 
 class Answer(NamedTuple):
@@ -105,10 +105,14 @@ class Student(nn.Module):
         return Sums(losses.total, losses.kl, losses.ce, answered.sum().float())
 
     def _stage_one(self, sequences: Sequences, layers: tuple[Tensor, ...]) -> Sums:
-        """Squared distance of each layer's states to the teacher's, over their squared length, mean over the layers."""
+        """Squared distance of the states to the teacher's, over their squared length, mean over the layers.
+
+        The embeddings are left out, since the teacher's hold positions, and so is the last layer, which transformers
+        gives behind the final norm only.
+        """
         valid = sequences.targets != IGNORE
         own = run_packed_layers(self.model, sequences)
-        pairs = list(zip(own, layers, strict=True))[1:]
+        pairs = list(zip(own, layers, strict=True))[1:-1]
         losses = [hidden_state_loss(a, b, valid, centred=self.centred) for a, b in pairs]
         total = torch.stack(losses).mean()
         nothing = total.detach() * 0.0

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from converter.conversion import Progress, convert
 from converter.errors import ConverterError
-from converter.heal.control import Start
-from converter.heal.data import HUB_PREFIX
-from converter.heal.loop import Watch
-from converter.heal.processes import first, join
-from converter.heal.report import HealReport
-from converter.heal.run import heal
+from converter.healing.control import Start
+from converter.healing.data import HUB_PREFIX
+from converter.healing.loop import Watch
+from converter.healing.processes import first, join
+from converter.healing.report import HealReport
+from converter.healing.run import heal
+from converter.healing.texts import listed
 from converter.plan import DtypeName
 from converter.verification import pick_device
 
@@ -22,8 +23,8 @@ def upgrade(
     source: str | Path,
     target: str | Path,
     *,
-    text: Sequence[str | Path] = (),
-    eval_text: Sequence[str | Path] = (),
+    text: str | Path | Sequence[str | Path] = (),
+    eval_text: str | Path | Sequence[str | Path] = (),
     recipe: str | None = None,
     overrides: Iterable[str] = (),
     control: bool = False,
@@ -43,6 +44,7 @@ def upgrade(
     figures are in the result too. With `resume` both go on from where they were stopped. Raises a ConverterError for
     bad input, and InterruptedRunError after a SIGTERM.
     """
+    text, eval_text = listed(text), listed(eval_text)
     _check_text((*text, *eval_text))
     target = Path(target).resolve()
     work = target.with_name(f".{target.name}.converted")

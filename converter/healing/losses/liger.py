@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from converter.heal.batches import IGNORE
+from converter.healing.batches import IGNORE
 
 
 @cache

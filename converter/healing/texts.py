@@ -12,8 +12,8 @@ import torch
 
 from converter.corpus import held_out_documents, training_documents
 from converter.errors import ConverterError
-from converter.heal.batches import IGNORE, Sequences
-from converter.heal.data import Corpus, load_corpus
+from converter.healing.batches import IGNORE, Sequences
+from converter.healing.data import Corpus, load_corpus
 from converter.source import SourceModel
 from converter.text import Document, Windows, documents_from_strings, hold_out
 from converter.texts import document_opening, is_embedded_example
@@ -63,6 +63,11 @@ def gather_heal_texts(
     return HealTexts(corpus, held_out, description)
 
 
+def listed(texts: str | Path | Sequence[str | Path]) -> list[str | Path]:
+    """One text or several; a dataset of the Hub is no path."""
+    return [texts] if isinstance(texts, (str, Path)) else list(texts)
+
+
 def corpus_of(documents: Sequence[Document]) -> Corpus:
     """Documents end to end."""
     ids = np.concatenate([document.ids for document in documents]).astype(np.int32)
@@ -71,7 +76,7 @@ def corpus_of(documents: Sequence[Document]) -> Corpus:
 
 
 def documents_of(corpus: Corpus) -> list[Document]:
-    """The documents of a corpus, views into it."""
+    """The documents of a corpus, each a copy."""
     return [
         Document(str(number), corpus.ids[start:end].astype(np.int64))
         for number, (start, end) in enumerate(zip(corpus.offsets[:-1], corpus.offsets[1:], strict=True))

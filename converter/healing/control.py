@@ -16,13 +16,13 @@ import torch
 
 from converter.conversion import convert
 from converter.errors import ConverterError
-from converter.heal.job import Job
-from converter.heal.loop import Evaluation, Watch
-from converter.heal.parts import Learner, make_loop, roles_of
-from converter.heal.processes import first
-from converter.heal.settings import HealSettings
-from converter.heal.snapshots import Snapshots
-from converter.heal.texts import HealTexts
+from converter.healing.job import Job
+from converter.healing.loop import Evaluation, Watch
+from converter.healing.parts import Learner, make_loop, roles_of
+from converter.healing.processes import first
+from converter.healing.settings import HealSettings
+from converter.healing.snapshots import Snapshots
+from converter.healing.texts import HealTexts
 from converter.source import SourceModel
 from converter.verification import load_transformers
 

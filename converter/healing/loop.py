@@ -23,13 +23,13 @@ import torch
 from accelerate import Accelerator
 
 from converter.errors import ConverterError
-from converter.heal.batches import Batches, Sequences
-from converter.heal.losses import LossWeights
-from converter.heal.model import Answer, Student, Sums, Teacher
-from converter.heal.optimizer import rate_at, set_rate
-from converter.heal.settings import HealSettings
-from converter.heal.snapshots import Snapshots
-from converter.heal.theta import ramp, set_theta
+from converter.healing.batches import Batches, Sequences
+from converter.healing.losses import LossWeights
+from converter.healing.model import Answer, Student, Sums, Teacher
+from converter.healing.optimizer import rate_at, set_rate
+from converter.healing.settings import HealSettings
+from converter.healing.snapshots import Snapshots
+from converter.healing.theta import ramp, set_theta
 
 #: Steps in a row without a finite gradient after which a run is over.
 _HOPELESS = 10
@@ -114,11 +114,10 @@ class Loop:
             if start == 0:
                 self._evaluate(0, metrics, watch)
             while step < self.steps and not self._reached_target():
-                record, stop = self._step(step, told_to_stop())
+                record, stop = self.step(step, told_to_stop())
                 step += 1
-                metrics.write(record)
+                self._note(record, metrics)
                 watch.step(record)
-                self.accelerator.log(record, step=step)
                 improved = False
                 if self._due(step, self.settings.evaluate_every) or step == self.steps:
                     improved = self._evaluate(step, metrics, watch)
@@ -134,7 +133,7 @@ class Loop:
         tokens = step * self.batches.tokens_per_step
         return Outcome(self._evaluations, best, step, tokens, self._skipped, tokens / self._seconds)
 
-    def _step(self, step: int, told_to_stop: bool) -> tuple[dict[str, float], bool]:
+    def step(self, step: int, told_to_stop: bool = False) -> tuple[dict[str, float], bool]:
         """One optimizer step: what is worth noting about it, and whether some rank was told to stop."""
         accelerator, settings, started = self.accelerator, self.settings, time.perf_counter()
         if self.thetas is not None:
@@ -211,12 +210,17 @@ class Loop:
         valid_total, _, kl, ce, kl_tokens = self._over_ranks(valid, *sums.tolist())
         evaluation = Evaluation(step, ce / valid_total, kl / kl_tokens if kl_tokens else None)
         self._evaluations.append(evaluation)
-        record = {f"held_out_{name}": value for name, value in asdict(evaluation).items() if name != "step"}
-        metrics.write({"step": step, **record})
-        accelerator.log({name: value for name, value in record.items() if value is not None}, step=step)
+        figures = {"held_out_loss": evaluation.loss, "held_out_kl": evaluation.kl}
+        self._note({"step": step} | {name: value for name, value in figures.items() if value is not None}, metrics)
         of_kl = "" if evaluation.kl is None else f", KL to the source {evaluation.kl:.4f}"
         watch.say(f"step {step} of {self.steps}: held-out loss {evaluation.loss:.4f}{of_kl}")
         return step > 0 and self._best_step() == step
+
+    def _note(self, record: dict[str, float], metrics: _Metrics) -> None:
+        """To `metrics.jsonl` and to the trackers."""
+        metrics.write(record)
+        values = {name: value for name, value in record.items() if name != "step"}
+        self.accelerator.log(values, step=int(record["step"]))
 
     def _share(self, sequences: Sequences) -> Sequences:
         """This rank's rows of held-out sequences, as many on every rank."""

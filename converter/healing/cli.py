@@ -12,7 +12,7 @@ import click
 from converter.terminal import print_all, progress
 
 if TYPE_CHECKING:
-    from converter.heal.report import HealReport
+    from converter.healing.report import HealReport
 
 _FILE = click.Path(path_type=Path)
 _DTYPES = click.Choice(["float32", "bfloat16", "float16"])
@@ -65,7 +65,7 @@ def heal(converted: Path, target: Path, **options: Any) -> None:
       converter heal tiny-llama healed --teacher examples/tiny-gpt2
       converter heal my-llama healed --teacher my-gpt2 --text corpus.jsonl --tokens 50M --rope-theta 1e6
     """
-    from converter.heal.run import heal as run
+    from converter.healing.run import heal as run
 
     with progress(hidden=options["as_json"]) as bars:
         report = _run(options, lambda given: run(converted, target, watch=bars, **given))
@@ -85,7 +85,7 @@ def upgrade(source: Path, target: Path, **options: Any) -> None:
       converter upgrade examples/tiny-gpt2 tiny-llama
       converter upgrade my-gpt2 my-llama --text corpus.txt --tokens 50M --set fit_blocks.steps=400
     """
-    from converter.heal.upgrade import upgrade as run
+    from converter.healing.upgrade import upgrade as run
 
     with progress(hidden=options["as_json"]) as bars:
         report = _run(options, lambda given: run(source, target, progress=bars, watch=bars, **given))
@@ -108,7 +108,7 @@ def _show(report: HealReport, as_json: bool, **_: Any) -> None:
         if as_json:
             click.echo(json.dumps(report.to_dict(), indent=2, default=str))
         else:
-            from converter.heal.report import heal_tables
+            from converter.healing.report import heal_tables
 
             print_all(heal_tables(report))
             speed = f"{report.tokens:,} tokens seen, {report.tokens_per_second:,.0f} a second"

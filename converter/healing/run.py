@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor import DTensor
 
 from converter import __version__
-from converter.heal.control import Start, run_controls
-from converter.heal.export import check_export, config_changes, export_weights, layout_of, write_metadata
-from converter.heal.job import Job, heal_settings, open_job
-from converter.heal.loop import Outcome, Watch
-from converter.heal.parts import Learner, make_loop, roles_of
-from converter.heal.processes import first, start
-from converter.heal.report import HealReport, write_reports
-from converter.heal.snapshots import Snapshots
-from converter.heal.texts import HealTexts, gather_heal_texts
+from converter.healing.control import Start, run_controls
+from converter.healing.export import check_export, config_changes, export_weights, layout_of, write_metadata
+from converter.healing.job import Job, heal_settings, open_job
+from converter.healing.loop import Outcome, Watch
+from converter.healing.parts import Learner, make_loop, roles_of
+from converter.healing.processes import first, start
+from converter.healing.report import HealReport, write_reports
+from converter.healing.snapshots import Snapshots
+from converter.healing.texts import HealTexts, gather_heal_texts, listed
 from converter.output import OutputFolder
 from converter.plan import DtypeName
 from converter.text import windows
@@ -49,8 +49,8 @@ def heal(
     target: str | Path,
     *,
     teacher: str | Path | None = None,
-    text: Sequence[str | Path] = (),
-    eval_text: Sequence[str | Path] = (),
+    text: str | Path | Sequence[str | Path] = (),
+    eval_text: str | Path | Sequence[str | Path] = (),
     recipe: str | None = None,
     overrides: Iterable[str] = (),
     control: bool = False,
@@ -79,7 +79,8 @@ def heal(
     with ExitStack() as stack:
         first(accelerator, lambda: stack.enter_context(output))
         with accelerator.main_process_first():  # the others read what it has put into the cache
-            texts = gather_heal_texts(job.source or job.converted, text, eval_text, work / "tokens")
+            texts = gather_heal_texts(job.source or job.converted, listed(text), listed(eval_text), work / "tokens")
+        _announce(job, texts, watch)
         snapshots = Snapshots(work, job.fingerprint(texts), job.settings.keep, accelerator)
         try:
             outcome, whole = _train(job, texts, accelerator, snapshots, output.partial, watch, resume)
@@ -99,6 +100,17 @@ def heal(
             return finished
 
         return first(accelerator, finish) or report
+
+
+def _announce(job: Job, texts: HealTexts, watch: Watch) -> None:
+    """What a user should know before hours are spent."""
+    epochs = job.settings.tokens / texts.corpus.tokens
+    watch.say(f"{texts.corpus.tokens:,} tokens of text, to be seen {epochs:.3g} times.")
+    if job.source is not None and job.context > job.source.spec.context and job.settings.ce == 0:
+        watch.say(
+            f"Note: the teacher sees {job.source.spec.context} tokens, so nothing is learnt at later positions: "
+            "give heal.ce a weight."
+        )
 
 
 def _train(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from converter.heal.control import Control
-from converter.heal.loop import Evaluation
+from converter.healing.control import Control
+from converter.healing.loop import Evaluation
 from converter.verification import Comparison
 
 _HEALED, _SOURCE = "#c44e52", "#4c72b0"

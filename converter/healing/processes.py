@@ -19,7 +19,7 @@ from accelerate.utils import (
 )
 
 from converter.errors import ConverterError, UnsupportedError
-from converter.heal.settings import HealSettings
+from converter.healing.settings import HealSettings
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def start(device: str, settings: HealSettings, log_with: Sequence[str], folder: 
     except ValueError as error:  # an unknown tracker
         raise ConverterError("accelerate does not start", why=str(error)) from error
     check_launch(accelerator.distributed_type, accelerator.num_processes)
-    absent = set(log_with) - {str(getattr(name, "value", name)) for name in accelerator.log_with}
+    absent = set(log_with) - {str(name) for name in accelerator.log_with}
     if absent:
         raise ConverterError(f"{' and '.join(sorted(absent))} is not installed", where="--log-with", fix="Install it")
     if accelerator.is_fsdp2 and bfloat16:

@@ -1,6 +1,0 @@
-"""What healing minimises, one loss a file."""
-
-from converter.heal.losses.head import Head, HeadLosses, LossWeights, head_losses
-from converter.heal.losses.hidden_states import hidden_state_loss
-
-__all__ = ["Head", "HeadLosses", "LossWeights", "head_losses", "hidden_state_loss"]

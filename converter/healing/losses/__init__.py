@@ -1,0 +1,6 @@
+"""What healing minimises, one loss a file."""
+
+from converter.healing.losses.head import Head, HeadLosses, LossWeights, head_losses
+from converter.healing.losses.hidden_states import hidden_state_loss
+
+__all__ = ["Head", "HeadLosses", "LossWeights", "head_losses", "hidden_state_loss"]

@@ -1,0 +1,183 @@
+"""The journal of a swap in place: what the rows were, and what is being done, in a folder beside the weights.
+
+    .rope-swap/old     the bytes of every tensor that moves, as they were
+    .rope-swap/plan    what is to be done; it appears, by a rename, when `old` is on the disk
+
+Without a plan nothing has been touched, and the journal is thrown away. With one, a run that goes on makes the new
+bytes from `old`, not from the files, so from any state in between it gives the same; so does undoing. Only the
+run that wrote the plan takes them from the files, for it knows that it has touched nothing yet.
+
+A power cut may keep any part of what was written after the last sync, in any order. So `old` and its folder are synced
+before the plan is there, the plan before a row moves, and the rows before the plan goes: whatever page of the
+checkpoint is old, new or torn, the plan and all of `old` are still there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from converter.errors import CheckpointError
+from converter.output import fsync
+from converter.rope.disk import PAGE, PIECE, NewFile, aligned_buffer, beside, mapped, write_at
+from converter.rope.moves import Move
+from converter.rope.settle import Settlement
+from converter.spec import RopeLayout
+from converter.stamp import STAMP
+
+FOLDER = ".rope-swap"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a swap in place does."""
+
+    settlement: Settlement
+    to: RopeLayout
+    moves: list[Move]
+    #: The text of the stamp afterwards, and before; None where there was none.
+    stamp: str
+    old_stamp: str | None
+
+    def to_json(self, root: Path) -> str:
+        """As text; files are named from `root`, for the folder may be moved."""
+        facts = {
+            "from": self.settlement.layout.value,
+            "to": self.to.value,
+            "voices": self.settlement.voices,
+            "note": self.settlement.note,
+            "stamp": self.stamp,
+            "old_stamp": self.old_stamp,
+            "moves": [
+                {**vars(move), "file": move.file.relative_to(root).as_posix(), "order": move.order.tolist()}
+                for move in self.moves
+            ],
+        }
+        return json.dumps(facts)
+
+    @classmethod
+    def from_json(cls, text: str, root: Path) -> Plan:
+        """The inverse; raises ValueError or KeyError where it is damaged."""
+        facts: dict[str, Any] = json.loads(text)
+        moves = [
+            Move(**{**move, "file": root / move["file"], "order": np.array(move["order"])}) for move in facts["moves"]
+        ]
+        settlement = Settlement(RopeLayout(facts["from"]), facts["voices"], facts["note"])
+        return cls(settlement, RopeLayout(facts["to"]), moves, facts["stamp"], facts["old_stamp"])
+
+
+class Journal:
+    """`.rope-swap` in the folder of a checkpoint."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.root, self.folder = checkpoint, checkpoint / FOLDER
+        self.old, self.plan = self.folder / "old", self.folder / "plan"
+
+    def load(self) -> Plan | None:
+        """The plan of a swap that has begun to touch the files; one that has not is thrown away."""
+        if not self.folder.exists():
+            return None
+        if not self.plan.exists():
+            shutil.rmtree(self.folder)
+            return None
+        try:
+            plan = Plan.from_json(self.plan.read_text(encoding="utf-8"), self.root)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError("the journal of a swap is damaged", where=str(self.plan), why=str(error)) from error
+        if self.old.stat().st_size != self._size(plan.moves):
+            raise CheckpointError("the journal of a swap is damaged", where=str(self.old), why="It has another size")
+        return plan
+
+    @contextmanager
+    def saving(self, moves: list[Move]) -> Iterator[None]:
+        """Copy what is to be overwritten, beside what the caller does; an error of either leaves no journal."""
+        self.folder.mkdir()
+        try:
+            with beside(lambda: self._save(moves)):
+                yield
+        except Exception:
+            shutil.rmtree(self.folder)
+            raise
+
+    def _save(self, moves: list[Move]) -> None:
+        with NewFile(self.old, self._size(moves)) as old:
+            for place, move in self.places(moves):
+                old.room(place - old.position)[:] = 0
+                with move.file.open("rb") as file:
+                    old.copy(file.fileno(), move.start, move.start + move.nbytes)
+            old.finish()
+        fsync(self.root)
+
+    @staticmethod
+    def places(moves: list[Move]) -> Iterator[tuple[int, Move]]:
+        """Where in `old` each tensor begins: as far from a page's beginning as in its file, for whole pages to go."""
+        position = 0
+        for move in moves:
+            position += (move.start - position) % PAGE
+            yield position, move
+            position += move.nbytes
+
+    def _size(self, moves: list[Move]) -> int:
+        return max(place + move.nbytes for place, move in self.places(moves))
+
+    def begin(self, plan: Plan) -> None:
+        """From here on the files may be touched: the old bytes are on the disk."""
+        self.replace(self.plan, plan.to_json(self.root))
+
+    def apply(self, moves: list[Move], *, untouched: bool) -> None:
+        """Write the new bytes, made from those of the files if these are `untouched`, else from the old ones."""
+        buffer = aligned_buffer(PIECE)
+        for old, target, place, move in self._opened(moves):
+            source, start = (target, move.start) if untouched else (old, place)
+            move.apply(target, source, start, buffer)
+
+    def put_back(self, plan: Plan) -> None:
+        """Restore every byte that the plan changes, and the stamp; then there is no journal."""
+        for old, target, place, move in self._opened(plan.moves):
+            for offset in range(0, move.nbytes, PIECE):
+                size = min(PIECE, move.nbytes - offset)
+                write_at(target, mapped(old, place + offset, place + offset + size), move.start + offset)
+        sync(plan.moves)
+        self.finish(plan.old_stamp)
+
+    def _opened(self, moves: list[Move]) -> Iterator[tuple[int, int, int, Move]]:
+        """(open journal, open file, place in the journal, move)."""
+        with self.old.open("rb") as old:
+            for place, move in self.places(moves):
+                with move.file.open("r+b", buffering=0) as target:
+                    yield old.fileno(), target.fileno(), place, move
+
+    def finish(self, stamp: str | None) -> None:
+        """Set the stamp, and remove the journal: the swap is done, or undone, and on the disk."""
+        if stamp is None:
+            (self.root / STAMP).unlink(missing_ok=True)
+        else:
+            self.replace(self.root / STAMP, stamp)
+        self.plan.unlink()
+        fsync(self.folder)
+        shutil.rmtree(self.folder)
+        fsync(self.root)
+
+    def replace(self, file: Path, text: str) -> None:
+        """Write a file that is there whole or not at all; what is left of a killed attempt goes with the journal."""
+        partial = self.folder / "partial"
+        with partial.open("w", encoding="utf-8") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        partial.replace(file)
+        fsync(file.parent)
+
+
+def sync(moves: list[Move]) -> None:
+    """Force the files of moves to the disk."""
+    for file in dict.fromkeys(move.file for move in moves):
+        fsync(file)
