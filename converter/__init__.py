@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from converter.checking import Fault, check
     from converter.conversion import convert, plan_conversion
     from converter.errors import ConverterError
+    from converter.evaluation import Evaluation, evaluate
     from converter.healing.report import HealReport
     from converter.healing.run import heal
     from converter.healing.upgrade import upgrade
-    from converter.evaluation import Evaluation, evaluate
     from converter.inspection import Inspection, inspect
     from converter.report import ConversionReport
     from converter.verification import Comparison, verify
@@ -44,8 +44,8 @@ __all__ = [
     "Inspection",
     "check",
     "convert",
-    "heal",
     "evaluate",
+    "heal",
     "inspect",
     "plan_conversion",
     "upgrade",
@@ -62,8 +62,8 @@ _HOMES = {
     "Inspection": "inspection",
     "check": "checking",
     "convert": "conversion",
-    "heal": "healing.run",
     "evaluate": "evaluation",
+    "heal": "healing.run",
     "inspect": "inspection",
     "plan_conversion": "conversion",
     "upgrade": "healing.upgrade",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from converter.cli import main
 from converter.errors import ConverterError
-from converter.rope.detect import Detection, detect, detect_layers
+from converter.rope.detect import LEAST_ROTATION, LEAST_SCORE, Detection, detect, detect_layers
 from converter.rope.hypotheses import hypotheses
 from converter.rope.layout import swap_rows
 from converter.rope.swap import swap
@@ -30,8 +30,13 @@ LAYERS, HEADS, KV_HEADS, D = 4, 8, 2, 32
 SHAPE = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": D, "hidden_size": 96}
 
 
-def planted(layout: RopeLayout, seed: int = 0, strength: float = 0.6) -> list[tuple[Tensor, Tensor]]:
-    """q and k that have a part in common, turned in each pair by an angle that changes slowly with the frequency."""
+def planted(
+    layout: RopeLayout, seed: int = 0, strength: float = 0.6, *, turned: bool = True
+) -> list[tuple[Tensor, Tensor]]:
+    """q and k that have a part in common, turned in each pair by an angle that changes slowly with the frequency.
+
+    Not turned, they are compared row by row, as in a model without positions.
+    """
     generator = torch.Generator().manual_seed(seed)
     half, hidden = D // 2, 96
     angle = torch.linspace(2.0, -2.5, half)[:, None]
@@ -40,9 +45,10 @@ def planted(layout: RopeLayout, seed: int = 0, strength: float = 0.6) -> list[tu
         k = torch.randn(KV_HEADS, D, hidden, generator=generator)
         a, b = k.repeat_interleave(HEADS // KV_HEADS, dim=0).chunk(2, dim=1)
         own = angle + 0.7 * torch.randn(HEADS, 1, 1, generator=generator)
-        turned = torch.cat([own.cos() * a + own.sin() * b, own.cos() * b - own.sin() * a], dim=1)
+        own = own if turned else torch.zeros_like(own)
+        common = torch.cat([own.cos() * a + own.sin() * b, own.cos() * b - own.sin() * a], dim=1)
         q = torch.randn(HEADS, D, hidden, generator=generator)
-        q = q + strength * turned
+        q = q + strength * common
         pair = (q.reshape(-1, hidden), k.reshape(-1, hidden))
         layers.append(pair if layout is HALF_SPLIT else moved(pair, INTERLEAVED))
     return layers
@@ -100,6 +106,19 @@ def test_untrained_weights_are_unknown(spec):
     for seed in range(20):
         found = detected(planted(HALF_SPLIT, seed, strength=0.0), spec)
         assert (found.layout, found.fault) == ("unknown", None)
+
+
+@pytest.mark.parametrize("moved_part", ["neither", "q", "k"])
+def test_rows_that_match_without_any_rotation_are_unknown(moved_part, spec):
+    """Each q_a.k_a leans to one sign in a model without positions too, and that alone makes a score."""
+    for seed in range(10):
+        layers = planted(HALF_SPLIT, seed, turned=False)
+        if moved_part != "neither":
+            layers = [moved(pair, INTERLEAVED, **{"q" if moved_part == "k" else "k": None}) for pair in layers]
+        found = detected(layers, spec)
+        assert (found.layout, found.fault) == ("unknown", None)
+        assert found.score > LEAST_SCORE
+        assert found.rotation < LEAST_ROTATION
 
 
 def test_one_layer_or_one_head_does_not_decide_alone(spec):

@@ -45,6 +45,8 @@ class Calibration(ABC):
 
     count: int
     length: int
+    #: The size, root mean square, of the stream that enters this block where it is free, as behind moved norms; else 1.
+    stream_scale: float = 1.0
 
     @abstractmethod
     def batches(self) -> Iterator[Tensor]:

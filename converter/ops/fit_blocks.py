@@ -113,10 +113,9 @@ class FitBlocks(Op):
         import torch
 
         groups = [
-            {"params": [t for role, t in parameters.items() if role.endswith("bias")], "scale": _BIAS_RATE},
-            {"params": [t for role, t in parameters.items() if not role.endswith("bias")], "scale": 1.0},
+            {"params": [tensor], "scale": _rate_scale(role, calibration.stream_scale)}
+            for role, tensor in parameters.items()
         ]
-        groups = [group for group in groups if group["params"]]
         optimizer = torch.optim.Adam(groups, lr=self.rate, betas=(0.9, 0.99), fused=True)
         covariance: Tensor | None = None
         metric: Tensor | None = None
@@ -139,6 +138,12 @@ class FitBlocks(Op):
             if step % _INVERSION == 0:
                 metric = _damped_inverse(covariance)
             yield float(squares.trace())
+
+
+def _rate_scale(role: str, stream_scale: float) -> float:
+    """By how much faster than the rest a tensor is moved: biases, and writers in units of the stream."""
+    part, kind = role.split(".")
+    return (_BIAS_RATE if kind == "bias" else 1.0) * (stream_scale if part in ("o", "down") else 1.0)
 
 
 def _damped_inverse(covariance: Tensor) -> Tensor:

@@ -45,8 +45,10 @@ COLUMNS = 256
 #: Least score of the winner, and least distance to any other verdict (docs/rope.md).
 LEAST_SCORE = 28.0
 LEAST_MARGIN = 4.0
-#: Least rotation of the winner, and least part of the best match that it has to have.
+#: Least rotation of the winner, in all and for each key-value head: it grows with their number where there is any, and
+#: chance does not. And the least part of the best match that the winner has to have.
 LEAST_ROTATION = 20.0
+LEAST_ROTATION_PER_HEAD = 0.5
 LEAST_MATCH = 0.7
 #: What a mistake's score is lowered by: a priori it is less likely than none. Less than half of LEAST_MARGIN, so
 #: that a layout is never named where a mistake explains the rows better.
@@ -104,21 +106,32 @@ def query_key_layers(source: SourceModel) -> Iterator[tuple[Columns, Columns]]:
 def detect_layers(layers: Iterable[tuple[Columns, Columns]], spec: ModelSpec) -> Detection:
     """The layout of q (H * d, D) and k (K * d, D) of some layers, ranked over all of them at once."""
     statistics = _statistics(*query_key_hypotheses(spec))
-    seen = False
+    heads = 0
     with threadpool_limits(
         1
     ):  # the products are small: beside other work threads wait for each other ten times as long
         for q, k in layers:
-            seen = True
+            heads += spec.num_kv_heads
+            unlike = _without_match(q, k, spec)
             for (q_across, k_across), statistic in statistics.items():
-                statistic.add(_products(_taken_back(q, q_across), _taken_back(k, k_across), spec))
-    if not seen:
+                keys = _taken_back(k, k_across)
+                statistic.add(*(_products(_taken_back(queries, q_across), keys, spec) for queries in (unlike, q)))
+    if not heads:
         return Detection("none", 1.0, None, "none", "none", 0.0, 0.0, 0.0, reason="no layer rotates")
-    return _decide([explanation for statistic in statistics.values() for explanation in statistic.explanations()])
+    explanations = [explanation for statistic in statistics.values() for explanation in statistic.explanations()]
+    return _decide(explanations, max(LEAST_ROTATION, LEAST_ROTATION_PER_HEAD * heads))
 
 
 def _taken_back(rows: Columns, across: tuple[int, RopeLayout] | None) -> Columns:
     return rows if across is None else rows[undone(across, len(rows))]
+
+
+def _without_match(q: Columns, k: Columns, spec: ModelSpec) -> Columns:
+    """q, the row of k that each of its rows stands beside taken out of it."""
+    keys = k.reshape(spec.num_kv_heads, 1, spec.head_dim, -1)
+    heads = q.reshape(spec.num_kv_heads, -1, spec.head_dim, q.shape[1])
+    alike = (heads * keys).sum(axis=-1, keepdims=True) / np.maximum(np.square(keys).sum(axis=-1, keepdims=True), 1e-30)
+    return (heads - alike * keys).reshape(q.shape)
 
 
 def _products(q: Columns, k: Columns, spec: ModelSpec) -> Columns:
@@ -178,12 +191,11 @@ class _Statistic:
         self._sums = np.zeros((2, len(pairs), half))
         self._squares = np.zeros((2, len(pairs), half))
 
-    def add(self, products: Columns) -> None:
-        """Take in some heads, (n, d, d)."""
+    def add(self, unlike: Columns, products: Columns) -> None:
+        """Take in the products of some heads, (n, d, d), without the match of rows for the sines, and as they are."""
         (aq, bq), (ak, bk) = self._q, self._k
-        for kind, found in enumerate(
-            (products[:, aq, bk] - products[:, bq, ak], products[:, aq, ak] + products[:, bq, bk])
-        ):
+        sines, cosines = unlike[:, aq, bk] - unlike[:, bq, ak], products[:, aq, ak] + products[:, bq, bk]
+        for kind, found in enumerate((sines, cosines)):
             size = np.abs(found)
             self._sums[kind] += (np.sign(found) * np.sqrt(size)).sum(axis=0)  # the root: no single head speaks for all
             self._squares[kind] += size.sum(axis=0)
@@ -198,21 +210,28 @@ class _Statistic:
             yield _Explanation(q, k, *scores)
 
 
-def _decide(explanations: list[_Explanation]) -> Detection:
+def _decide(explanations: list[_Explanation], least_rotation: float) -> Detection:
     """The verdict: a layout, a mistake, or neither where little speaks for the best or as much for another."""
     ranked = sorted(explanations, key=lambda each: -each.score)
     best = ranked[0]
     other = next((each for each in ranked if each.verdict is not best.verdict), ranked[-1])
+    matching = max(ranked, key=lambda each: each.match)
     margin = best.score - other.score
-    confidence = 1 / (1 + sum(math.exp(lack / 2) for lack in _lacks(best, margin)))
+    lacks = (LEAST_SCORE - best.score, least_rotation - best.rotation, LEAST_MARGIN - margin)
     facts: dict[str, Any] = {
-        "confidence": round(confidence, 4),
+        "confidence": round(1 / (1 + sum(math.exp(min(lack, 100) / 2) for lack in lacks)), 4),
         "score": best.score,
         "margin": margin,
         "rotation": best.rotation,
         "evidence": _evidence(ranked),
     }
-    doubt = _doubt(ranked, other, margin)
+    doubt = None
+    if lacks[0] > 0 or lacks[1] > 0:
+        doubt = "no order of the rows stands out, as in a model that is untrained or without RoPE"
+    elif best.match < LEAST_MATCH * matching.match:
+        doubt = f"by their pairs {best}, but their rows match each other as if {matching}"
+    elif lacks[2] > 0:
+        doubt = f"'{best}' and '{other}' explain the rows nearly as well"
     if doubt is not None:
         return Detection(layout="unknown", fault=None, q="unknown", k="unknown", reason=doubt, **facts)
     facts |= {"q": best.q.name, "k": best.k.name}
@@ -222,25 +241,6 @@ def _decide(explanations: list[_Explanation]) -> Detection:
     near = [each for each in ranked if best.score - each.score < LEAST_MARGIN and each.verdict is None]
     fault = ", or ".join(str(each) for each in near)
     return Detection(layout="unknown", fault=fault, reason="q and k are in no single layout", **facts)
-
-
-def _lacks(best: _Explanation, margin: float) -> tuple[float, float, float]:
-    """By how much score, rotation and margin are short of what a verdict needs."""
-    return LEAST_SCORE - best.score, LEAST_ROTATION - best.rotation, LEAST_MARGIN - margin
-
-
-def _doubt(ranked: list[_Explanation], other: _Explanation, margin: float) -> str | None:
-    """Why there is no verdict."""
-    best = ranked[0]
-    match = max(ranked, key=lambda each: each.match)
-    score_lack, rotation_lack, margin_lack = _lacks(best, margin)
-    if score_lack > 0 or rotation_lack > 0:
-        return "no order of the rows stands out, as in a model that is untrained or without RoPE"
-    if best.match < LEAST_MATCH * match.match:
-        return f"by their pairs {best}, but rows of q and k match each other as if {match}"
-    if margin_lack > 0:
-        return f"'{best}' and '{other}' explain the rows nearly as well"
-    return None
 
 
 def _evidence(ranked: list[_Explanation]) -> dict[str, dict[str, float]]:
