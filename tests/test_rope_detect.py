@@ -18,7 +18,7 @@ from torch import Tensor
 
 from converter.cli import main
 from converter.errors import ConverterError
-from converter.rope.detect import LEAST_ROTATION, LEAST_SCORE, Detection, detect, detect_layers
+from converter.rope.detect import LEAST_SCORE, Detection, detect, detect_layers
 from converter.rope.hypotheses import hypotheses
 from converter.rope.layout import swap_rows
 from converter.rope.swap import swap
@@ -108,17 +108,12 @@ def test_untrained_weights_are_unknown(spec):
         assert (found.layout, found.fault) == ("unknown", None)
 
 
-@pytest.mark.parametrize("moved_part", ["neither", "q", "k"])
-def test_rows_that_match_without_any_rotation_are_unknown(moved_part, spec):
+def test_rows_that_match_without_any_rotation_are_unknown(spec):
     """Each q_a.k_a leans to one sign in a model without positions too, and that alone makes a score."""
     for seed in range(10):
-        layers = planted(HALF_SPLIT, seed, turned=False)
-        if moved_part != "neither":
-            layers = [moved(pair, INTERLEAVED, **{"q" if moved_part == "k" else "k": None}) for pair in layers]
-        found = detected(layers, spec)
+        found = detected(planted(HALF_SPLIT, seed, strength=0.1, turned=False), spec)
         assert (found.layout, found.fault) == ("unknown", None)
         assert found.score > LEAST_SCORE
-        assert found.rotation < LEAST_ROTATION
 
 
 def test_one_layer_or_one_head_does_not_decide_alone(spec):

@@ -96,17 +96,18 @@ class Loop:
         self.steps = math.ceil(settings.tokens / batches.tokens_per_step)
         rows = settings.micro_batch // batches.context if settings.micro_batch else batches.sequences_per_step
         self._rows = max(1, rows)
-        self._ramp_steps = round(settings.theta_ramp * self.steps)
+        # The last step is at the final theta, whatever the ramp: that is what is exported.
+        self._ramp_steps = min(round(settings.theta_ramp * self.steps), self.steps - 1) if thetas else 0
         self._skipped = self._in_a_row = 0
         self._seconds = 0.0  # in steps, without evaluations and snapshots
         self._evaluations: list[Evaluation] = []
 
-    def run(self, folder: Path, snapshots: Snapshots | None, watch: Watch, resume: bool = False) -> Outcome:
+    def run(self, folder: Path, snapshots: Snapshots, watch: Watch, resume: bool = False) -> Outcome:
         """Train to the end, or to the target; `metrics.jsonl` in `folder` gets a line a step.
 
-        Raises InterruptedRunError after a SIGTERM, and ConverterError where the gradients stay infinite.
+        Raises InterruptedRunError after a SIGTERM, and ConverterError where no gradient is finite any more.
         """
-        start = self._resume(snapshots) if snapshots and resume else 0
+        start = self._resume(snapshots) if resume else 0
         metrics = _Metrics(folder / "metrics.jsonl", start, self.accelerator.is_main_process)
         watch.begin(self.steps * self.batches.tokens_per_step, start * self.batches.tokens_per_step)
         step = start
@@ -114,26 +115,26 @@ class Loop:
             if start == 0:
                 self._evaluate(0, metrics, watch)
             while step < self.steps and not self._reached_target():
-                record, stop = self.step(step, told_to_stop())
+                record, stop = self.step(step, told_to_stop)
                 step += 1
                 self._note(record, metrics)
                 watch.step(record)
                 improved = False
                 if self._due(step, self.settings.evaluate_every) or step == self.steps:
                     improved = self._evaluate(step, metrics, watch)
-                if snapshots and (improved or stop or step == self.steps or self._due(step, self.settings.save_every)):
+                if improved or stop or step == self.steps or self._due(step, self.settings.save_every):
                     snapshots.save(step, self._state(), self.module, self.optimizer, best=self._best_step())
                 if stop:
                     raise InterruptedRunError(
                         f"stopped after step {step} of {self.steps}", fix="Repeat the command with --resume to go on"
                     )
         best = min(self._counting(), key=self._objective)
-        if snapshots and best.step != step:
+        if best.step != step:
             snapshots.load_model(best.step, self.module)
         tokens = step * self.batches.tokens_per_step
         return Outcome(self._evaluations, best, step, tokens, self._skipped, tokens / self._seconds)
 
-    def step(self, step: int, told_to_stop: bool = False) -> tuple[dict[str, float], bool]:
+    def step(self, step: int, told_to_stop: Callable[[], bool] = lambda: False) -> tuple[dict[str, float], bool]:
         """One optimizer step: what is worth noting about it, and whether some rank was told to stop."""
         accelerator, settings, started = self.accelerator, self.settings, time.perf_counter()
         if self.thetas is not None:
@@ -141,7 +142,7 @@ class Loop:
         rate = rate_at(step, self.steps, settings)
         set_rate(self.optimizer, rate)
         share = self.batches.share(step, accelerator.process_index, accelerator.num_processes)
-        valid, stops = self._over_ranks(share.valid, told_to_stop)
+        (valid,) = self._over_ranks(share.valid)
         # DDP and FSDP average gradients over ranks, and a sum is wanted.
         scale = accelerator.num_processes / max(valid, 1.0)
         layers = step < round(settings.stage_one * self.steps)
@@ -155,7 +156,7 @@ class Loop:
             sums += torch.stack([each.detach().float() for each in found])
         norm = float(accelerator.clip_grad_norm_(self.module.parameters(), settings.clip or math.inf))
         self._update(norm)
-        total, kl, ce, kl_tokens = self._over_ranks(*sums.tolist())
+        total, kl, ce, kl_tokens, stops = self._over_ranks(*sums.tolist(), told_to_stop())
         seconds = time.perf_counter() - started
         self._seconds += seconds
         record = {
@@ -231,13 +232,14 @@ class Loop:
 
     def _objective(self, evaluation: Evaluation) -> float:
         """What the run minimises, on held-out text."""
-        if evaluation.kl is None:
-            return evaluation.loss
-        return self.settings.kl * evaluation.kl + self.settings.ce * evaluation.loss
+        figure = evaluation.loss
+        if evaluation.kl is not None:
+            figure = self.settings.kl * evaluation.kl + self.settings.ce * evaluation.loss
+        return figure if math.isfinite(figure) else math.inf
 
     def _counting(self) -> list[Evaluation]:
         """Evaluations of what would be exported: not the unhealed model, and nothing at another theta."""
-        return [each for each in self._evaluations if each.step >= max(1, self._ramp_steps)]
+        return [each for each in self._evaluations if each.step > self._ramp_steps]
 
     def _best_step(self) -> int | None:
         return min(self._counting(), key=self._objective).step if self._counting() else None
@@ -255,8 +257,7 @@ class Loop:
         """Sums over all ranks."""
         if self.accelerator.num_processes == 1:
             return [float(value) for value in values]
-        dtype = torch.float32 if self.accelerator.device.type == "mps" else torch.float64
-        tensor = torch.tensor(values, dtype=dtype, device=self.accelerator.device)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
         return [float(value) for value in self.accelerator.reduce(tensor, "sum").tolist()]
 
     def _state(self) -> dict[str, Any]:

@@ -57,8 +57,6 @@ class Snapshots:
     ) -> None:
         """Write the snapshot of a step, by all processes together, then remove what need not be kept."""
         final = self._path(step)
-        if final.exists():  # a resumed run has come to the same step again
-            return
         partial = self.folder / f".{final.name}.partial"
         main = self._accelerator.is_main_process
         with disk_errors(self.folder):
@@ -121,14 +119,18 @@ class Snapshots:
             )
 
     def _save(self, folder: Path, tensors: dict[str, Any]) -> None:
-        with _alone_is_meant():
-            saver.save(tensors, checkpoint_id=folder, no_dist=self._alone)
+        try:
+            with _alone_is_meant():
+                saver.save(tensors, checkpoint_id=folder, no_dist=self._alone)
+        except CheckpointException as error:  # a BaseException around what its writers raise
+            why = str(error).strip().splitlines()[-1]
+            raise ConverterError("the snapshot cannot be written", where=str(folder), why=why) from error
 
     def _load(self, folder: Path, tensors: dict[str, Any], why: str | None = None) -> None:
         try:
             with _alone_is_meant():
                 loader.load(tensors, checkpoint_id=folder, no_dist=self._alone)
-        except (Exception, CheckpointException) as error:  # torch wraps what its readers raise in a BaseException
+        except (Exception, CheckpointException) as error:
             raise CheckpointError(
                 f"the snapshot's {folder.name} state is missing or damaged",
                 where=str(folder),

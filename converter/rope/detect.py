@@ -112,10 +112,8 @@ def detect_layers(layers: Iterable[tuple[Columns, Columns]], spec: ModelSpec) ->
     ):  # the products are small: beside other work threads wait for each other ten times as long
         for q, k in layers:
             heads += spec.num_kv_heads
-            unlike = _without_match(q, k, spec)
             for (q_across, k_across), statistic in statistics.items():
-                keys = _taken_back(k, k_across)
-                statistic.add(*(_products(_taken_back(queries, q_across), keys, spec) for queries in (unlike, q)))
+                statistic.add(_products(_taken_back(q, q_across), _taken_back(k, k_across), spec))
     if not heads:
         return Detection("none", 1.0, None, "none", "none", 0.0, 0.0, 0.0, reason="no layer rotates")
     explanations = [explanation for statistic in statistics.values() for explanation in statistic.explanations()]
@@ -124,14 +122,6 @@ def detect_layers(layers: Iterable[tuple[Columns, Columns]], spec: ModelSpec) ->
 
 def _taken_back(rows: Columns, across: tuple[int, RopeLayout] | None) -> Columns:
     return rows if across is None else rows[undone(across, len(rows))]
-
-
-def _without_match(q: Columns, k: Columns, spec: ModelSpec) -> Columns:
-    """q, the row of k that each of its rows stands beside taken out of it."""
-    keys = k.reshape(spec.num_kv_heads, 1, spec.head_dim, -1)
-    heads = q.reshape(spec.num_kv_heads, -1, spec.head_dim, q.shape[1])
-    alike = (heads * keys).sum(axis=-1, keepdims=True) / np.maximum(np.square(keys).sum(axis=-1, keepdims=True), 1e-30)
-    return (heads - alike * keys).reshape(q.shape)
 
 
 def _products(q: Columns, k: Columns, spec: ModelSpec) -> Columns:
@@ -191,11 +181,12 @@ class _Statistic:
         self._sums = np.zeros((2, len(pairs), half))
         self._squares = np.zeros((2, len(pairs), half))
 
-    def add(self, unlike: Columns, products: Columns) -> None:
-        """Take in the products of some heads, (n, d, d), without the match of rows for the sines, and as they are."""
+    def add(self, products: Columns) -> None:
+        """Take in some heads, (n, d, d)."""
         (aq, bq), (ak, bk) = self._q, self._k
-        sines, cosines = unlike[:, aq, bk] - unlike[:, bq, ak], products[:, aq, ak] + products[:, bq, bk]
-        for kind, found in enumerate((sines, cosines)):
+        for kind, found in enumerate(
+            (products[:, aq, bk] - products[:, bq, ak], products[:, aq, ak] + products[:, bq, bk])
+        ):
             size = np.abs(found)
             self._sums[kind] += (np.sign(found) * np.sqrt(size)).sum(axis=0)  # the root: no single head speaks for all
             self._squares[kind] += size.sum(axis=0)

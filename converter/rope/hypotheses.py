@@ -77,8 +77,10 @@ def _after(rows: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(places[row] for row in rows)
 
 
-def undone(across: tuple[int, RopeLayout], rows: int) -> Rows:
-    """Where each of so many rows was before a permutation over units that are wider than a head."""
+def undone(across: tuple[int, RopeLayout] | None, rows: int) -> Rows:
+    """Where each of so many rows was before a permutation over units that are wider than a head, if there was one."""
+    if across is None:
+        return np.arange(rows)
     unit, to = across
     places = np.argsort(head_order(unit, unit, to))
     order: Rows = (np.arange(0, rows, unit)[:, None] + places).reshape(-1)
