@@ -393,14 +393,14 @@ def test_a_recipe_for_other_families_names_those_it_takes(path: Path, tmp_path: 
     with pytest.raises(RecipeError, match="converts a 'llama', and this checkpoint is a 'nanogpt'"):
         make_plan(SourceModel.open(path), load_recipe("llama-to-llama"))
     llama = models.save(models.llama(), tmp_path / "llama")
-    with pytest.raises(RecipeError, match="converts a 'gpt2' or a 'nanogpt', and this checkpoint is a 'llama'"):
+    with pytest.raises(RecipeError, match="converts a 'gpt2' or a 'nanogpt' or a 'opt', and this checkpoint is a 'llama'"):
         make_plan(SourceModel.open(llama), load_recipe("gpt2-to-llama"))
 
 
 def test_a_recipe_with_several_sources_is_written_as_it_was_read() -> None:
     recipe = load_recipe("gpt2-to-llama")
-    assert recipe.sources == ("gpt2", "nanogpt")
-    assert "source:\n- gpt2\n- nanogpt\n" in recipe.to_yaml()
+    assert recipe.sources == ("gpt2", "nanogpt", "opt")
+    assert "source:\n- gpt2\n- nanogpt\n- opt\n" in recipe.to_yaml()
 
 
 @pytest.mark.parametrize("bias", [False, True])
