@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converter.disk import Run
 from converter.errors import CheckpointError, ConverterError
 from converter.output import disk_errors
 from converter.safetensors_file import Layout, build_header, num_bytes, total_size
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 _METADATA = {"format": "pt"}  # transformers refuses a file that does not say so
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # file systems that cannot reserve space
 _PIECE = 4 << 20  # bytes that are laid out at once: in the cache, and no second copy of a large tensor
-#: Bytes of one write. A longer one asks the page cache for larger pieces of memory than a machine that has been at
-#: work has free: measured 0.5 to 7 GB/s at 4 MiB and above, 2 to 5 GB/s at this.
-_WRITE = 256 << 10
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE)
 
@@ -90,12 +88,9 @@ class CheckpointWriter:
         layout = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         assert layout == place.layout, f"{name}: planned {place.layout}, got {layout}"
         assert name not in self._written, f"{name} is written twice"
-        with disk_errors(place.file), place.file.open("r+b", buffering=0) as file:
-            file.seek(place.start)
+        with disk_errors(place.file), Run(place.file, place.start) as run:
             for piece in _pieces(tensor.detach().cpu()):
-                data = piece.reshape(-1).view(torch.uint8).numpy().data
-                while data:
-                    data = data[file.write(data[:_WRITE]) :]
+                run.add(piece.reshape(-1).view(torch.uint8).numpy())
         self._written.add(name)
         self._unsynced.add(place.file)
 

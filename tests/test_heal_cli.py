@@ -40,7 +40,7 @@ def test_heal_with_its_controls(gpt2, llama, text, tmp_path):
     assert "(best)" in done.output
     assert "480 tokens seen" in done.output
     record = json.loads((out / "healing.json").read_text())
-    assert [control["rate"] for control in record["controls"]] == pytest.approx([9e-4, 3e-3, 9e-3, 3e-3])
+    assert [control["rate"] for control in record["controls"]] == pytest.approx([3e-3, 9e-3, 3e-2, 3e-3])
     assert [control["name"] for control in record["controls"]] == [*["source fine-tuned"] * 3, "random start"]
     assert (out / "figures" / "healing.png").stat().st_size > 10_000
     conversion = json.loads((out / "conversion.json").read_text())

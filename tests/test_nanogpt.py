@@ -393,7 +393,7 @@ def test_a_recipe_for_other_families_names_those_it_takes(path: Path, tmp_path: 
     with pytest.raises(RecipeError, match="converts a 'llama', and this checkpoint is a 'nanogpt'"):
         make_plan(SourceModel.open(path), load_recipe("llama-to-llama"))
     llama = models.save(models.llama(), tmp_path / "llama")
-    with pytest.raises(RecipeError, match="converts a 'gpt2' or a 'nanogpt' or a 'opt', and this checkpoint is a 'llama'"):
+    with pytest.raises(RecipeError, match="'gpt2' or a 'nanogpt' or a 'opt', and this checkpoint is a 'llama'"):
         make_plan(SourceModel.open(llama), load_recipe("gpt2-to-llama"))
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from converter.checkpoint import TensorInfo
+from converter.disk import PIECE, mapped
 from converter.errors import CheckpointError, UnsupportedError
-from converter.rope.disk import PIECE, mapped
 from converter.rope.layout import head_counts
 from converter.rope.moves import rotating_mappings, stored_rows
 from converter.source import SourceModel

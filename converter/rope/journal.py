@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from converter.disk import PAGE, PIECE, NewFile, aligned_buffer, beside, mapped, write_at
 from converter.errors import CheckpointError
 from converter.output import fsync
-from converter.rope.disk import PAGE, PIECE, NewFile, aligned_buffer, beside, mapped, write_at
 from converter.rope.moves import Move
 from converter.rope.settle import Settlement
 from converter.spec import RopeLayout

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from converter.checkpoint import Checkpoint
+from converter.disk import PIECE, Bytes, NewFile, mapped, write_at
 from converter.errors import UnsupportedError
 from converter.mapping import Direct, TensorMapping
-from converter.rope.disk import PIECE, Bytes, NewFile, mapped, write_at
 from converter.rope.layout import Rows, check_rows, head_counts, row_order
 from converter.source import SourceModel
 from converter.spec import BlockRef, ModelSpec, RopeLayout

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from converter.disk import beside
 from converter.errors import CheckpointError, ConverterError
 from converter.output import disk_errors
-from converter.rope.disk import beside
 from converter.rope.journal import Journal, Plan, sync
 from converter.rope.moves import Move, plan_moves
 from converter.rope.scores import Rows, compare_scores, read_rows

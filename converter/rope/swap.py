@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from converter.checkpoint import Checkpoint
+from converter.disk import NewFile
 from converter.errors import ConverterError
 from converter.hub import local_path
 from converter.output import OutputFolder, disk_errors
 from converter.rope.detect import Detection, detect_source
-from converter.rope.disk import NewFile
 from converter.rope.moves import Move, plan_moves, refuse_quantised, rotating_mappings, total_bytes
 from converter.rope.scores import compare_scores, read_rows
 from converter.rope.settle import Settlement, declared_voices, settle, stamped

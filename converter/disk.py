@@ -156,6 +156,85 @@ class NewFile:
         fcntl.fcntl(self._handle, fcntl.F_SETFL, fcntl.fcntl(self._handle, fcntl.F_GETFL) & ~_DIRECT)
 
 
+class Run:
+    """Context manager: consecutive bytes of a file that is there, from `start` on, given piece by piece.
+
+    Whole pages go past the page cache where the file system has that, one buffer while the next one fills up; what is
+    at either end, less than a page, may share it with other runs and goes through the cache.
+    """
+
+    def __init__(self, path: Path, start: int) -> None:
+        self._cached = os.open(path, os.O_WRONLY)
+        try:
+            self._direct = os.open(path, os.O_WRONLY | _DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                os.close(self._cached)
+                raise
+            self._direct = os.dup(self._cached)  # a file system without O_DIRECT
+        self._buffers = deque(aligned_buffer(PIECE) for _ in range(2))
+        self._place = start - start % PAGE  # of the buffer's first byte
+        self._filled = self._foreign = start % PAGE  # bytes of the first page that are not ours
+        self._pool = ThreadPoolExecutor(1)
+        self._running: Future[None] | None = None
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._flush()
+                self._wait()
+                if self._filled > self._foreign:
+                    rest = self._buffers[0][self._foreign : self._filled]
+                    write_at(self._cached, rest, self._place + self._foreign)
+        finally:
+            self._pool.shutdown()
+            os.close(self._cached)
+            os.close(self._direct)
+
+    def add(self, data: Bytes) -> None:
+        """The next bytes."""
+        while len(data):
+            part = data[: PIECE - self._filled]
+            self._buffers[0][self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == PIECE:
+                self._flush()
+
+    def _flush(self) -> None:
+        """Write the whole pages of the buffer in the background, and go on in the other one."""
+        whole = self._filled - self._filled % PAGE
+        if not whole:
+            return
+        self._wait()
+        buffer, rest = self._buffers[0], self._filled - whole
+        self._running = self._pool.submit(self._write, buffer[:whole], self._place, self._foreign)
+        self._buffers.rotate()
+        self._buffers[0][:rest] = buffer[whole : self._filled]
+        self._place, self._filled, self._foreign = self._place + whole, rest, 0
+
+    def _write(self, pages: Bytes, place: int, foreign: int) -> None:
+        if foreign:
+            write_at(self._cached, pages[foreign:PAGE], place + foreign)
+            pages, place = pages[PAGE:], place + PAGE
+        try:
+            write_at(self._direct, pages, place)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            write_at(self._cached, pages, place)  # a disk of larger blocks
+
+    def _wait(self) -> None:
+        if self._running is not None:
+            self._running.result()
+            self._running = None
+
+
 @contextmanager
 def beside(work: Callable[[], None]) -> Iterator[None]:
     """Do `work` in a thread while the caller does something else; its error is raised when both are done."""
