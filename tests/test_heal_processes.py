@@ -65,7 +65,7 @@ def two(jobs, one, tmp_path_factory):
     ]
     file = tmp_path_factory.mktemp("jobs") / "jobs.jsonl"
     file.write_text("".join(json.dumps(job) + "\n" for job in described))
-    code, said = launch("torch.distributed.run", "--nproc-per-node", 2, WORKER, file)
+    code, said = launch("torch.distributed.run", "--standalone", "--nproc-per-node", 2, WORKER, file)
     assert code == 0, said[-4000:]
 
 
@@ -113,7 +113,7 @@ def test_accelerate_launch_on_cpus_heals_and_refuses_to_go_on_unsharded(jobs, on
     job = jobs("any")
     heal_it = ["-m", "converter", "heal", job["converted"], "--teacher", job["teacher"], "--text", *job["text"]]
     heal_it += [part for override in SETTINGS for part in ("--set", override)]
-    launcher = ("accelerate.commands.launch", "--num_processes", 2)
+    launcher = ("accelerate.commands.launch", "--num_processes", 2, "--main_process_port", 0)
     code, said = launch(*launcher, "--cpu", *heal_it, tmp_path / "healed")
     assert code == 0, said[-4000:]
     assert training_losses(tmp_path / "healed") == pytest.approx(training_losses(folder(jobs, "one")), abs=1e-4)
