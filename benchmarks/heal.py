@@ -35,6 +35,7 @@ from converter.healing.texts import HealTexts, corpus_of
 from converter.source import SourceModel
 from converter.terminal import Bars, progress
 from converter.text import Document
+from converter.verification import quiet_transformers
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-gpt2"
 #: How far the loss may be above that of the unhealed model at any evaluation.
@@ -148,6 +149,7 @@ def our_steps(loop: Loop, steps: int) -> list[float]:
 
 def measure_speed(rounds: int, steps: int, say: Callable[[str], None]) -> None:
     """Tokens per second of Trainer, our loop, and our loop with a teacher; medians over alternating rounds."""
+    quiet_transformers()
     ids = np.random.default_rng(0).integers(0, 50257, (64, 256))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""What `test_heal_processes.py` runs on two gloo processes: healing runs, each described by a JSON line on stdin."""
+"""What `test_heal_processes.py` runs on two gloo processes: healing runs, each described by a line of a JSON file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch.distributed.fsdp import fully_shard
 
 from converter.healing import parts
 from converter.healing.optimizer import parameter_groups
+from converter.healing.processes import leave
 from converter.healing.run import heal as run
 
 
@@ -51,4 +53,4 @@ if __name__ == "__main__":
     with open(sys.argv[1], encoding="utf-8") as jobs:
         for line in jobs:
             heal(json.loads(line))
-    torch.distributed.destroy_process_group()
+    leave(PartialState())

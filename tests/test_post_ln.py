@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from models import Given
 from torch import Tensor
 from torch.nn.functional import layer_norm
 from transformers import AutoModelForCausalLM
@@ -192,29 +192,6 @@ def test_scaled_writers_and_a_refitted_down_keep_what_moved_norms_lose(
     assert all(0 < error < 0.5 for what in ("the MLP reads", "the next layer reads") for error in errors[what])
     assert 0 < errors["the attention reads"][0] < 0.5
     assert errors["the attention reads"][1] == 0
-
-
-class Given(Calibration):
-    """Given states in the place of a stream, and given blocks in the place of a source."""
-
-    def __init__(self, states: Tensor, blocks: dict[BlockRef, Block]) -> None:
-        self.states, self.blocks = states, blocks
-        self.count, self.length = states.shape[:2]
-
-    def batches(self) -> Iterator[Tensor]:
-        raise LookupError("the op looks at windows")
-
-    def inputs(self, rows: Tensor) -> Tensor:
-        return self.states[rows]
-
-    def targets(self, rows: Tensor) -> Tensor:
-        raise LookupError("the op looks at its own stream only")
-
-    def mask(self, rows: Tensor) -> Tensor:
-        return torch.ones(len(rows), self.length, dtype=torch.bool)
-
-    def source_block(self, ref: BlockRef) -> Block:
-        return self.blocks[ref]
 
 
 def test_every_norm_moves_before_what_reads_it(spec: ModelSpec, states: Tensor) -> None:

@@ -103,6 +103,8 @@ def _show(report: HealReport, as_json: bool, **_: Any) -> None:
     """Print the report, by the main process of a launch alone, and part from the others."""
     from accelerate import PartialState
 
+    from converter.healing.processes import leave
+
     state = PartialState()
     if state.is_main_process:
         if as_json:
@@ -113,4 +115,4 @@ def _show(report: HealReport, as_json: bool, **_: Any) -> None:
             print_all(heal_tables(report))
             speed = f"{report.tokens:,} tokens seen, {report.tokens_per_second:,.0f} a second"
             click.echo(f"Wrote {report.target}: {speed}.")
-    state.destroy_process_group()
+    leave(state)
