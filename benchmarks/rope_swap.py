@@ -1,10 +1,11 @@
 """Speed and memory of `rope swap`, beside `cp --reflink=never`, on a 7B-shaped checkpoint; and kills.
 
-    python benchmarks/rope_swap.py FOLDER [--gigabytes 4] [--runs 3] [--kills 50]
+    python benchmarks/rope_swap.py FOLDER [--gigabytes 4] [--runs 3] [--cold] [--kills 50]
 
 Writes a bf16 checkpoint of random weights in the shape of a 7B LLaMA with 32 query and 8 key-value heads,
 as many layers as fit, into FOLDER, and alternates cp, the copying swap and the swap in place. Everything is
-fsynced on both sides; the source is read once before each run, so that it is in the page cache as far as it fits.
+fsynced on both sides; the source is read once before each run, so that it is in the page cache as far as it fits, or
+with --cold it is dropped from there.
 Times are those of the work inside the process, after its libraries are imported; the whole command is told beside
 them, and the peak memory beyond that of the interpreter with them. A kill is of the swap in place, at a random
 moment after its journal appeared; it is then finished or rolled back, and every byte compared with what it has to be.
@@ -81,11 +82,14 @@ def write_checkpoint(folder: Path, gigabytes: float) -> None:
     writer.finish()
 
 
-def warm(folder: Path) -> None:
-    """Read every file once, and let the disk come to rest."""
+def settle(folder: Path, cold: bool) -> None:
+    """Let the disk come to rest, with every file read once, or dropped from the page cache."""
     os.sync()
     for file in folder.iterdir():
         with file.open("rb", buffering=0) as handle:
+            if cold:
+                os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                continue
             while handle.read(1 << 24):
                 pass
 
@@ -208,6 +212,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--cold", action="store_true")
     parser.add_argument("--kills", type=int, default=0)
     arguments = parser.parse_args()
     source = arguments.folder / "source"
@@ -219,18 +224,19 @@ def main() -> None:
         for name in ("cp", "swap", "in_place"):
             target = arguments.folder / "target"
             shutil.rmtree(target, ignore_errors=True)
-            warm(source)
+            settle(source, arguments.cold)
             if name == "cp":
                 row[name] = {"seconds": copy(source, target)}
             elif name == "swap":
                 row[name] = swap(source, target, "interleaved")
             else:
                 row[name] = swap(source, None, "interleaved")
+                settle(source, arguments.cold)
                 row["back"] = swap(source, None, "half_split")
         results.append(row)
         print(json.dumps(row), flush=True)
     shutil.rmtree(arguments.folder / "target", ignore_errors=True)
-    warm(source)
+    settle(source, cold=False)
     print(json.dumps({"detection": detection(source)}))
     if arguments.kills:
         kill(source, arguments.kills)

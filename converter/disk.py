@@ -46,6 +46,13 @@ def mapped(handle: int, start: int, end: int) -> Bytes:
     return np.frombuffer(pages, np.uint8)[start - first :]
 
 
+def will_need(path: Path, start: int, size: int) -> None:
+    """Have the kernel read a part of a file into its cache, in its own time, where it can be asked to."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
+
+
 def write_at(handle: int, data: Bytes, offset: int) -> None:
     """Write all of `data` at a place of an open file."""
     left = data.data

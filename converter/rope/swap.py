@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from converter.checkpoint import Checkpoint
-from converter.disk import NewFile
+from converter.disk import NewFile, will_need
 from converter.errors import ConverterError
 from converter.hub import local_path
 from converter.output import OutputFolder, disk_errors
@@ -79,13 +80,19 @@ def swap(
     root, files = opened.checkpoint.path, opened.checkpoint.files
     with OutputFolder(Path(target), overwrite=overwrite, source=Path(source)) as output:
         output.check_space(sum(file.stat().st_size for file in files))
-        settlement = settle(opened, to, voices, claimed, look(opened, text))
         places = {file: output.partial / file.relative_to(root) for file in files}
-        with disk_errors(output.partial):
+        with disk_errors(output.partial), ThreadPoolExecutor(1) as pool:
+            settling = pool.submit(lambda: settle(opened, to, voices, claimed, look(opened, text)))
+
+            def refused() -> None:
+                if settling.done():
+                    settling.result()
+
             for file, place in places.items():
                 place.parent.mkdir(parents=True, exist_ok=True)
-                copy_with_moves(file, place, [move for move in moves if move.file == file])
+                copy_with_moves(file, place, [move for move in moves if move.file == file], refused)
             left_behind = _copy_others(opened, output.partial)
+            settlement = settling.result()
         after = read_rows(opened, {move.name: (places[move.file], move.start) for move in moves})
         error = compare_scores(opened.spec, read_rows(opened), settlement.layout, after, to)
         with disk_errors(output.partial):
@@ -179,15 +186,22 @@ def make_report(
     )
 
 
-def copy_with_moves(file: Path, place: Path, moves: Iterable[Move]) -> None:
-    """Write a file anew in one pass: the rows that move in their new order, every other byte as it is."""
+def copy_with_moves(file: Path, place: Path, moves: Iterable[Move], check: Callable[[], None] = lambda: None) -> None:
+    """Write a file anew in one pass: the rows that move in their new order, every other byte as it is.
+
+    `check` is called between tensors, for its error to end the copy.
+    """
     size = file.stat().st_size
+    moves = sorted(moves, key=lambda move: move.start)
     with file.open("rb") as source, NewFile(place, size) as target:
-        for move in sorted(moves, key=lambda move: move.start):
+        for move in moves:
+            check()
             target.copy(source.fileno(), target.position, move.start)
             move.copy(source.fileno(), target)
         target.copy(source.fileno(), target.position, size)
         target.finish()
+    for move in moves:  # what is to be checked comes back from the disk while the next file is copied
+        will_need(place, move.start, move.nbytes)
 
 
 def _others(source: SourceModel) -> list[Path]:
