@@ -25,13 +25,14 @@ import torch
 
 from converter.conversion import convert
 from converter.errors import ConverterError
+from converter.healing.data import Corpus
 from converter.healing.loop import Loop
 from converter.healing.parts import Learner, make_loop
 from converter.healing.processes import start
 from converter.healing.report import HealReport
 from converter.healing.run import heal
 from converter.healing.settings import HealSettings
-from converter.healing.texts import HealTexts, corpus_of
+from converter.healing.texts import HealTexts
 from converter.source import SourceModel
 from converter.terminal import Bars, progress
 from converter.text import Document
@@ -110,7 +111,7 @@ def our_loop(student: Any, teacher: SourceModel | None, ids: np.ndarray[Any, Any
     """Our loop over rows of 256 tokens, 8 a step."""
     settings = HealSettings(kl=float(teacher is not None), ce=float(teacher is None), tokens=10**9)
     documents = [Document(str(number), row) for number, row in enumerate(ids)]
-    texts = HealTexts(corpus_of(documents), documents[:8], "random tokens")
+    texts = HealTexts(Corpus.of(list(ids)), documents[:8], "random tokens")
     return make_loop(Learner(student, {}, teacher), settings, texts, 256, start("cpu", settings, (), folder))
 
 

@@ -21,7 +21,7 @@ from converter.errors import ConverterError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Ids = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.integer[Any]]
 
 #: (sqrt(5) - 1) / 2. Multiples of it, modulo 1, fill the unit interval evenly at every stage.
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
@@ -29,7 +29,7 @@ _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """One text: where it is from, and its token ids (1-D, int64)."""
+    """One text: where it is from, and its token ids (1-D, int64, or int32 where they are views of a corpus)."""
 
     name: str
     ids: Ids

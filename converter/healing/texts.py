@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from converter.corpus import held_out_documents, training_documents
@@ -49,10 +47,10 @@ def gather_heal_texts(
             held_out, description = documents_of(load(eval_text)), _names(eval_text)
         else:
             learnt, held_out = hold_out(documents_of(corpus))
-            corpus, description = corpus_of(learnt), f"a held-out tenth of {_names(text)}"
+            corpus, description = _corpus(learnt), f"a held-out tenth of {_names(text)}"
     elif tokenizer is not None and is_embedded_example(source):
         named = {str(number): document for number, document in enumerate(training_documents())}
-        corpus = corpus_of(documents_from_strings(named, tokenizer, opening))
+        corpus = _corpus(documents_from_strings(named, tokenizer, opening))
         held_out = documents_from_strings(held_out_documents(), tokenizer, opening)
         description = "held-out modules of the Python standard library"
     else:
@@ -68,17 +66,10 @@ def listed(texts: str | Path | Sequence[str | Path]) -> list[str | Path]:
     return [texts] if isinstance(texts, (str, Path)) else list(texts)
 
 
-def corpus_of(documents: Sequence[Document]) -> Corpus:
-    """Documents end to end."""
-    ids = np.concatenate([document.ids for document in documents]).astype(np.int32)
-    offsets = np.cumsum([0, *(len(document.ids) for document in documents)], dtype=np.int64)
-    return Corpus(ids, offsets, hashlib.sha256(ids.tobytes() + offsets.tobytes()).hexdigest())
-
-
 def documents_of(corpus: Corpus) -> list[Document]:
-    """The documents of a corpus, each a copy."""
+    """The documents of a corpus; their ids are views of its."""
     return [
-        Document(str(number), corpus.ids[start:end].astype(np.int64))
+        Document(str(number), corpus.ids[start:end])
         for number, (start, end) in enumerate(zip(corpus.offsets[:-1], corpus.offsets[1:], strict=True))
     ]
 
@@ -96,6 +87,10 @@ def sequences_of(held_out: Windows, ranks: int) -> Sequences:
     targets = torch.full_like(ids, IGNORE)
     targets[:, :-1][followed[:, :-1]] = ids[:, 1:][followed[:, :-1]]
     return Sequences(ids, inside.long() - 1, positions * inside, targets)
+
+
+def _corpus(documents: Sequence[Document]) -> Corpus:
+    return Corpus.of([document.ids for document in documents])
 
 
 def _names(paths: Sequence[str | Path]) -> str:
