@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import Callable, Sized
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 from converter import __version__
 from converter.errors import ConverterError, VerificationError
 from converter.healing.cli import heal, upgrade
+from converter.json_text import to_json
 from converter.rope.cli import rope
 from converter.terminal import print_all, progress
 
@@ -100,7 +100,7 @@ def inspect(path: Path, mapping: bool, text: tuple[Path, ...], as_json: bool) ->
         rows = measure_yardstick(path, text)
         facts["yardstick"] = [asdict(row) for row in rows]
     if as_json:
-        click.echo(json.dumps(facts, indent=2))
+        click.echo(to_json(facts))
         return
     from converter.report import inspection_table, mapping_table, yardstick_table
 
@@ -130,7 +130,7 @@ def check(context: click.Context, path: Path, full: bool, as_json: bool) -> None
     faults, remarks = ([each for each in found if each.remark is remark] for remark in (False, True))
     if as_json:
         lists = {"faults": [each.to_dict() for each in faults], "remarks": [each.to_dict() for each in remarks]}
-        click.echo(json.dumps({"path": str(path), "full": full, "sound": not faults} | lists, indent=2))
+        click.echo(to_json({"path": str(path), "full": full, "sound": not faults} | lists))
     else:
         for line in (*found, *dict.fromkeys(f"  to do: {each.fix}" for each in found if each.fix)):
             click.echo(str(line))
@@ -260,8 +260,9 @@ def convert(
         from converter.report import plan_dict, plan_tables
 
         plan = conversion.plan_conversion(source, recipe, overrides, dtype)
+        conversion.check_conversion(plan, target, text, eval_text, max_shard_size, overwrite)
         if as_json:
-            click.echo(json.dumps(plan_dict(plan), indent=2))
+            click.echo(to_json(plan_dict(plan)))
             return
         print_all(plan_tables(plan))
         return
@@ -282,7 +283,7 @@ def convert(
             progress=bars,
         )
     if as_json:
-        click.echo(json.dumps(report.to_dict(), indent=2, default=str))
+        click.echo(to_json(report.to_dict()))
         return
     from converter.report import conversion_tables
 
@@ -325,9 +326,7 @@ def verify(
     if limit is None:
         limit = max(_SAME_FUNCTION, 2 * (verification.expected_kl(b) or 0.0))
     if as_json:
-        click.echo(
-            json.dumps(comparison.to_dict() | {"max_kl": limit, "passed": comparison.total.kl <= limit}, indent=2)
-        )
+        click.echo(to_json(comparison.to_dict() | {"max_kl": limit, "passed": comparison.total.kl <= limit}))
     else:
         from converter.report import comparison_table
 
@@ -370,7 +369,7 @@ def evaluate(
     with progress(hidden=as_json, of_bytes=False) as bars:
         found = evaluation.evaluate(paths, text=text, context=contexts, stride=stride, device=device, progress=bars)
     if as_json:
-        click.echo(json.dumps([each.to_dict() for each in found], indent=2))
+        click.echo(to_json([each.to_dict() for each in found]))
     else:
         print_all(evaluation.evaluation_tables(found))
         for each in found:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from converter.errors import ConverterError, VerificationError
 from converter.figures import draw_figures
 from converter.inspection import warnings
 from converter.journal import Journal
+from converter.json_text import write_json
 from converter.model import flops_per_token, run_embeddings, run_layer
 from converter.output import OutputFolder
 from converter.plan import DtypeName, Plan, make_plan
@@ -86,6 +86,21 @@ def plan_conversion(
     return plan
 
 
+def check_conversion(
+    plan: Plan,
+    target: str | Path,
+    text: str | Path | Sequence[str | Path] = (),
+    eval_text: str | Path | Sequence[str | Path] = (),
+    max_shard_size: str | int = "5GB",
+    overwrite: bool = False,
+) -> None:
+    """Raise the ConverterError that `convert` would raise for its target, its text, or the size of its shards."""
+    _shard_size(max_shard_size)
+    OutputFolder(Path(target), overwrite=overwrite, source=plan.source.checkpoint.opened).check()
+    if text or eval_text:
+        gather_texts(plan, as_paths(text), as_paths(eval_text))
+
+
 def convert(
     source: str | Path,
     target: str | Path,
@@ -116,7 +131,7 @@ def convert(
     for warning in warnings(opened):
         progress.say(f"Note: {warning.rstrip('.')}.")
     device = pick_device(device)
-    shard_size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    shard_size = _shard_size(max_shard_size)
     with OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=opened.checkpoint.opened) as output:
         output.check_space(plan.output_bytes)
         texts = None
@@ -137,6 +152,10 @@ def convert(
         journal.remove()
         output.commit()
     return report
+
+
+def _shard_size(given: str | int) -> int:
+    return parse_size(given) if isinstance(given, str) else given
 
 
 def _fingerprint(plan: Plan, texts: Texts | None, shard_size: int, verify: bool) -> dict[str, Any]:
@@ -273,10 +292,10 @@ def _write_metadata(plan: Plan, folder: Path) -> None:
     ids = plan.source.token_ids()
     config = plan.target.write_config(plan.target_spec) | ids
     config |= {"dtype": plan.dtype, "torch_dtype": plan.dtype, "use_cache": True}
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     inherited = plan.source.checkpoint.generation_config or {}
     kept = {key: value for key, value in inherited.items() if not key.startswith(("_", "transformers_version"))}
-    _write_json(folder / "generation_config.json", {**kept, **ids})
+    write_json(folder / "generation_config.json", {**kept, **ids})
     if write_tokenizer(plan.source.checkpoint.path, folder):
         before, after = load_tokenizer(plan.source.checkpoint.path), load_tokenizer(folder)
         assert before is not None
@@ -350,11 +369,7 @@ def _parting(folder: Path, evaluation: Windows) -> str:
 def _write_reports(plan: Plan, report: ConversionReport, folder: Path) -> None:
     record = report.to_dict() | {"spec": plan.target_spec.to_dict()}
     del record["speed"]  # this machine's; everything else is the same in every run
-    _write_json(folder / "conversion.json", record)
+    write_json(folder / "conversion.json", record)
     if report.verification is not None:
         draw_figures(report.steps, report.verification, folder / "figures")
     (folder / "README.md").write_text(model_card(report), encoding="utf-8")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")

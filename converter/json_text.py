@@ -1,10 +1,12 @@
-"""JSON in which every name of an object stands once: of two, readers would take the last and not say so."""
+"""JSON as other programs expect it: no NaN, and every name of an object once, for of two readers take the last."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -26,3 +28,21 @@ def parse_json(text: bytes, on_repeated: Callable[[str], None]) -> Any:
         return json.loads(text, object_pairs_hook=build)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def to_json(value: Any, indent: int | None = 2) -> str:
+    """Plain values, and paths, as JSON; NaN and Inf, which JSON does not have, are null."""
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False, default=str)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """A file of `to_json` and a line's end."""
+    path.write_text(to_json(content) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value

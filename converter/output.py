@@ -45,6 +45,11 @@ class OutputFolder:
         self._made_parents: list[Path] = []
         self._committed = False
 
+    def check(self) -> None:
+        """Raise where the target must not be touched; nothing is written."""
+        self._check_place()
+        self._check_target()
+
     def __enter__(self) -> OutputFolder:
         self._check_place()
         with disk_errors(self.target.parent):

@@ -191,6 +191,22 @@ def test_dry_run_shows_the_accounts_and_writes_nothing(source: Path, tmp_path: P
     assert plan["bytes"] == sum(4 * torch.Size(each["shape"]).numel() for each in plan["tensors"].values())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["TAKEN"], "the output folder holds a checkpoint"),
+        (["OUT", "--max-shard-size", "5 apples"], "5 apples"),
+        (["OUT", "--text", "missing.txt"], "missing.txt"),
+    ],
+    ids=["target", "shards", "text"],
+)
+def test_dry_run_looks_at_target_text_and_shards(arguments: list[str], why: str, source: Path, tmp_path: Path) -> None:
+    places = {"TAKEN": shutil.copytree(source, tmp_path / "taken"), "OUT": tmp_path / "out"}
+    result = run("convert", source, *(places.get(argument, argument) for argument in arguments), "--dry-run")
+    assert result.exit_code == 2
+    assert why in result.stderr.replace("\n", " ")
+
+
 def test_dry_run_sees_what_the_conversion_would_refuse(source: Path, tmp_path: Path) -> None:
     folder = models.edit_config(Path(shutil.copytree(source, tmp_path / "relu")), activation_function="relu")
     result = run("convert", folder, tmp_path / "out", "--dry-run", "--set", "gelu_to_swiglu.units=2")
@@ -265,6 +281,16 @@ def test_verify_holds_two_llamas_to_the_rounding_of_a_cast(text: Path, tmp_path:
     ok("verify", source, source, "--text", text)
     wrong = swap_halves(source, tmp_path / "swapped")
     assert run("verify", source, wrong, "--text", text).exit_code == 1
+
+
+def test_verify_has_null_in_json_for_figures_that_are_not_finite(source: Path, text: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(source, tmp_path / "broken"))
+    tensors = load_file(broken / "model.safetensors")
+    save_file({name: tensor * torch.nan for name, tensor in tensors.items()}, broken / "model.safetensors")
+    result = run("verify", source, broken, "--text", text, "--json")
+    assert result.exit_code == 1
+    assert "NaN" not in result.stdout
+    assert json.loads(result.stdout)["total"]["kl"] is None
 
 
 def test_verify_refuses_other_vocabularies(source: Path, text: Path, tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from converter.json_text import to_json
 from converter.terminal import print_all, progress
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _show(report: HealReport, as_json: bool, **_: Any) -> None:
     state = PartialState()
     if state.is_main_process:
         if as_json:
-            click.echo(json.dumps(report.to_dict(), indent=2, default=str))
+            click.echo(to_json(report.to_dict()))
         else:
             from converter.healing.report import heal_tables
 

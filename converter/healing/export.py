@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from converter.errors import CheckpointError, UnsupportedError
+from converter.json_text import write_json
 from converter.plan import DtypeName
 from converter.safetensors_file import Layout
 from converter.source import SourceModel
@@ -89,8 +89,8 @@ def write_metadata(
 ) -> None:
     """Config, generation config, tokenizer and recipe of the converted checkpoint, with what healing changed."""
     config = dict(source.checkpoint.config) | dict(changes) | {"dtype": dtype, "torch_dtype": dtype}
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", generation_config)
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", generation_config)
     path = source.checkpoint.path
     if write_tokenizer(path, folder):
         before, after = load_tokenizer(path), load_tokenizer(folder)
@@ -126,7 +126,3 @@ def check_export(folder: Path, source: SourceModel, layout: Mapping[str, Layout]
             fix="This is a defect; please report it",
         )
     return written
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -30,6 +30,7 @@ from converter.healing.optimizer import rate_at, set_rate
 from converter.healing.settings import HealSettings
 from converter.healing.snapshots import Snapshots
 from converter.healing.theta import ramp, set_theta
+from converter.json_text import to_json
 
 #: Steps in a row without a finite gradient after which a run is over.
 _HOPELESS = 10
@@ -301,7 +302,7 @@ class _Metrics:
 
     def write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(to_json(record, indent=None) + "\n")
             self._file.flush()
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from converter.healing.control import Control
 from converter.healing.figures import draw_healing
 from converter.healing.loop import Evaluation
+from converter.json_text import write_json
 from converter.report import comparison_table, markdown
 from converter.verification import Comparison
 
@@ -120,7 +121,7 @@ def write_reports(report: HealReport, converted: Path, folder: Path, theta: floa
     """`healing.json`, the curves, and the conversion's own record, card and figures, brought up to date."""
     record = report.to_dict()
     del record["tokens_per_second"]
-    _write_json(folder / "healing.json", record)
+    write_json(folder / "healing.json", record)
     _carry_record(report, converted, folder, theta)
     figures = folder / "figures"
     if (converted / "figures").is_dir():
@@ -141,7 +142,7 @@ def _carry_record(report: HealReport, converted: Path, folder: Path, theta: floa
     content["verification"] = report.after.to_dict() if report.after else None
     if content.get("rope") and theta is not None:
         content["rope"]["theta"] = theta
-    _write_json(folder / "conversion.json", content)
+    write_json(folder / "conversion.json", content)
 
 
 def card_section(report: HealReport) -> str:
@@ -161,7 +162,3 @@ def card_section(report: HealReport) -> str:
         parts += ["### The healed model by position\n", markdown(comparison_table(report.after, "")) + "\n"]
     parts.append("`healing.json` holds all settings and figures, `metrics.jsonl` every step.\n")
     return "\n".join(parts)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")

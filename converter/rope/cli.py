@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 from converter.errors import ConverterError
+from converter.json_text import to_json
 
 _FILE = click.Path(path_type=Path)
 _LAYOUTS = click.Choice(["half_split", "interleaved"])
@@ -44,7 +44,7 @@ def detect(path: Path, text: Path | None, as_json: bool) -> None:
 
     found = look(open_source(path), text)
     if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2))
+        click.echo(to_json(found.to_dict()))
         return
     click.echo(f"{found.layout} (confidence {found.confidence:.2f}): {found.reason}")
     if found.fault:
@@ -115,7 +115,7 @@ def swap(
 
         report = run(source, target, text=text, overwrite=overwrite, **facts)
     if as_json:
-        click.echo(json.dumps(report.to_dict(), indent=2))
+        click.echo(to_json(report.to_dict()))
         return
     click.echo(f"Moved {report.tensors} tensors from {report.layout_before} to {report.layout_after}.")
     for who, layout in report.voices.items():
