@@ -1,18 +1,17 @@
 """What a conversion keeps: every figure of docs/conversion.md, measured anew.
 
-    python benchmarks/quality.py                       # the embedded example
-    python benchmarks/quality.py my-gpt2 --limits no   # another model that reads the standard library
+    python benchmarks/quality.py            # the embedded example
+    python benchmarks/quality.py my-gpt2    # another model that reads the standard library
 
 Converts with the naive, the default and the compact recipe, each calibrated on library modules and measured on the
 held-out ones; then zeroes biases instead of folding them, fits twice with one seed, and measures the peak memory of
-fitting one layer of GPT-2-XL's shape. About fifteen minutes on two cores for the embedded example.
+a calibrated conversion at GPT-2-XL's width. About fifteen minutes on two cores for the embedded example.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import resource
 import subprocess
 import sys
 import tempfile
@@ -21,13 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import numpy as np
 import torch
+from convert import make_source
 
 from converter.conversion import convert, plan_conversion
 from converter.corpus import held_out_documents, training_documents
 from converter.ops import Block, Calibration, Notes, Op
 from converter.ops.drop_biases import DropBiases
-from converter.ops.fit_blocks import MICRO_BATCH, FitBlocks
+from converter.ops.fit_blocks import MICRO_BATCH
 from converter.recipe import load_recipe
 from converter.report import ConversionReport
 from converter.source import SourceModel
@@ -144,13 +145,19 @@ def seed_table(model: Path, text: tuple[list[Path], list[Path]], folder: Path) -
     print(f"  the same seed twice: {'the same bytes' if len(digests) == 1 else 'OTHER BYTES'}")
 
 
-def peak_memory() -> None:
-    """Peak memory of fitting one layer of GPT-2-XL's shape on 16 x 512 tokens; runs in a process of its own."""
+def memory_table(folder: Path) -> None:
+    """Peak memory of a calibrated conversion of a GPT-2 of XL's width on 16 x 512 tokens, in a process of its own.
+
+    One layer, for the peak of the others is the same; the embeddings and the head are there.
+    """
     spec = xl_spec()
-    fit_random_layer(spec.replace(hidden_size=64, intermediate_size=64, num_heads=1, num_kv_heads=1))  # load the code
-    peak = fit_random_layer(spec)
-    block, states = random_layer(spec)
-    graph = graph_bytes(block, spec, states[: MICRO_BATCH // 512])
+    source, ids = folder / "xl", folder / "xl.npy"
+    make_source(source, 1, spec.hidden_size, spec.num_heads, spec.vocab_size, spec.context)
+    np.save(ids, np.random.default_rng(0).integers(0, spec.vocab_size, (18, 512), dtype=np.int32))
+    command = [sys.executable, "-c", _CALIBRATED, *map(str, (source, folder / "xl-llama", ids))]
+    peak = int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    block = Block({role: torch.zeros(shape) for role, shape in block_shapes(spec, BlockRef("layer")).items()})
+    graph = graph_bytes(block, spec, torch.zeros(MICRO_BATCH // 512, 512, spec.hidden_size))
     source_bytes, block_bytes = 4 * 12 * spec.hidden_size**2, sum(tensor.nbytes for tensor in block.values())
     print(f"  MB: a source block {source_bytes / 1e6:.0f}, a target block {block_bytes / 1e6:.0f}", end="")
     print(f", a micro-batch's graph {graph / 1e6:.0f}")
@@ -158,41 +165,19 @@ def peak_memory() -> None:
     judge("peak memory of calibration, GPT-2-XL shape, GB", peak / 1e9, limit / 1e9)
 
 
-def random_layer(spec: ModelSpec) -> tuple[Block, torch.Tensor]:
-    """A layer, and 16 windows of 512 states."""
-    shapes = block_shapes(spec, BlockRef("layer"))
-    block = Block({role: torch.randn(shape) * 0.02 for role, shape in shapes.items()})
-    return block, torch.randn(16, 512, spec.hidden_size)
-
-
-def fit_random_layer(spec: ModelSpec) -> int:
-    """Bytes by which fitting a layer lifts the peak memory of this process, the layer included and the states not."""
-    layer = BlockRef("layer")
-    block, states = random_layer(spec)
-
-    class Random(Calibration):
-        count, length = states.shape[:2]
-
-        def batches(self):  # type: ignore[no-untyped-def]
-            raise LookupError("a layer is fitted by windows")
-
-        def inputs(self, rows: torch.Tensor) -> torch.Tensor:
-            return states[rows]
-
-        def targets(self, rows: torch.Tensor) -> torch.Tensor:
-            return states[rows] * 0.9
-
-        def mask(self, rows: torch.Tensor) -> torch.Tensor:
-            return torch.ones(len(rows), 512, dtype=torch.bool)
-
-        def source_block(self, ref: BlockRef) -> Block:
-            raise LookupError("a layer is fitted without it")
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    with torch.no_grad():
-        FitBlocks(steps=2, sequences=16).apply(block, spec, layer, Notes(layer), Random())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return peak - before + sum(tensor.nbytes for tensor in block.values())
+_CALIBRATED = """
+import sys
+import torch, transformers  # noqa: F401
+import converter
+converter.convert  # its imports are no part of the peak
+def memory(key):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) * 1024
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew here
+before = memory("VmRSS")
+settings = ["fit_blocks.steps=2", "fit_blocks.sequences=16", "calibration.tokens=8192"]
+converter.convert(sys.argv[1], sys.argv[2], recipe="gpt2-to-llama", text=sys.argv[3], overrides=settings, verify=False)
+print(memory("VmHWM") - before)
+"""
 
 
 def graph_bytes(block: Block, spec: ModelSpec, states: torch.Tensor) -> int:
@@ -261,8 +246,7 @@ def main(model: Path, only: str | None) -> None:
             seed_table(model, text, folder)
         if only in (None, "memory"):
             print("\nMemory", flush=True)
-            code = "from benchmarks.quality import peak_memory; peak_memory()"
-            subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+            memory_table(folder)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -30,18 +31,25 @@ class Variant:
     block: Block
     spec: ModelSpec
 
-    def same_function(self, other: Variant) -> bool:
-        """Whether both are made of the very same tensors and facts; says nothing about equal values."""
-        mine, theirs = (variant.spec.replace(tied_head=False) for variant in (self, other))
-        return (
-            mine == theirs
-            and self.block.keys() == other.block.keys()
-            and all(tensor is other.block[role] for role, tensor in self.block.items())
-        )
-
     def to(self, dtype: torch.dtype) -> Variant:
         """For computing: a cast block is stored in fewer bits than it is run in."""
         return Variant(Block({role: tensor.to(dtype) for role, tensor in self.block.items()}), self.spec)
+
+
+class Trace:
+    """What a variant was made of, without keeping its tensors in memory."""
+
+    def __init__(self, variant: Variant) -> None:
+        self._spec = variant.spec.replace(tied_head=False)
+        self._tensors = {role: weakref.ref(tensor) for role, tensor in variant.block.items()}
+
+    def same_function(self, variant: Variant) -> bool:
+        """Whether a variant is made of the very same tensors and facts; says nothing about equal values."""
+        return (
+            self._spec == variant.spec.replace(tied_head=False)
+            and self._tensors.keys() == variant.block.keys()
+            and all(self._tensors[role]() is tensor for role, tensor in variant.block.items())
+        )
 
 
 #: How states of another placement of the norms are read where the source's are normed already, see `Calibration`.
@@ -67,7 +75,7 @@ class Streams:
         self.positions = positions
         self.states: dict[int, Tensor] = {}
         self._equal_so_far: set[int] = set()
-        self._last: Variant | None = None
+        self._last: Trace | None = None
         self._source_input: Tensor | None = None
 
     def begin_block(self) -> None:
@@ -82,13 +90,13 @@ class Streams:
         """Take a prefix's stream through its variant of a block; prefixes come in ascending order."""
         place = self.prefixes.index(prefix)
         before = self.states.get(prefix)
-        if self._last is not None and prefix in self._equal_so_far and variant.same_function(self._last):
+        if self._last is not None and prefix in self._equal_so_far and self._last.same_function(variant):
             self.states[prefix] = self.states[self.prefixes[place - 1]]
         else:
             later = self.prefixes[place + 1] if place + 1 < len(self.prefixes) else None
             still_needed = later is not None and self.states.get(later) is before
             self.states[prefix] = self._run(before, variant.to(self.dtype), ref, in_place=not still_needed)
-        self._last = variant
+        self._last = Trace(variant)
 
     def _run(self, states: Tensor | None, variant: Variant, ref: BlockRef, in_place: bool) -> Tensor:
         shape = (*self.windows.ids.shape, variant.spec.hidden_size)

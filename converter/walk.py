@@ -7,6 +7,7 @@ its own prefix. After each block the walk can be saved, and another one can go o
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from converter.ops import Block, Calibration, Notes
 from converter.plan import Plan
 from converter.source import Dropped
 from converter.spec import BlockRef, Norm, block_shapes, blocks
-from converter.streams import Reading, StreamCalibration, Streams, Variant, logits
+from converter.streams import Reading, StreamCalibration, Streams, Trace, Variant, logits
 from converter.text import Windows
 from converter.verification import Comparison, Tally, batches, larger
 
@@ -175,6 +176,8 @@ class Walk:
             assert block.keys() == block_shapes(step.after, ref).keys(), f"{step.op.name} gives {ref} other roles"
             self.findings.note(prefix - 1, notes)
             previous, current = current, Variant(block, step.after)
+            if step.op.calibrated:
+                _give_back()
             if source is not None:
                 self._measure(prefix, source, previous, current)
             del previous  # one block in memory
@@ -214,7 +217,7 @@ class Walk:
         assert self._evaluation is not None
         streams, findings = self._evaluation, self.findings
         same_stream = streams.states[prefix] is streams.states[prefix - 1]
-        if same_stream and current.same_function(previous) and prefix > 1:
+        if same_stream and Trace(previous).same_function(current) and prefix > 1:
             findings.comparisons.append(findings.comparisons[-1])
             findings.changes.append(0.0)
             return
@@ -240,6 +243,12 @@ def _norm_behind(source: Variant) -> Reading | None:
         return model.run_norm({role: t.to(states.device) for role, t in roles.items()}, norm, source.spec, states)
 
     return read
+
+
+def _give_back() -> None:
+    """Have the C library return its free pages to the system: after a fit, glibc keeps hundreds of megabytes."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def _calibrated(plan: Plan) -> dict[str, list[int]]:

@@ -120,8 +120,7 @@ def _constant(norm: str, block: Block, spec: ModelSpec, layer: int, calibration:
             states = after_attention(block, spec, layer, states)
         normed = run_norm(block, norm, spec, states)[calibration.mask(rows)]
         moments.add(normed, normed.new_ones(len(normed), 1))
+    gram, mean = moments.mean_square(), moments.mean()
     v = moments.solve()[0]
-    assert moments.gram is not None
-    assert moments.cross is not None
-    square = float(v @ moments.gram @ v - 2 * v @ moments.cross[:, 0]) / moments.count + 1
+    square = float(v @ gram @ v - 2 * v @ mean) + 1
     return v, max(square, 0.0) ** 0.5

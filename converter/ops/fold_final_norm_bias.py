@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 #: States that the fit looks at; more change the result less than the ridge does.
 _STATES = 32768
-#: States whose logits are held at once.
-_CHUNK = 256
+#: States whose logits are held at once, and rows of the head that are taken to fp64 at once.
+_CHUNK, _ROWS = 128, 1024
 #: Windows that pass the last layer at once.
 _WINDOWS = 8
 #: Gains below this part of the largest would ask for a shift out of proportion.
@@ -124,9 +124,10 @@ class FoldFinalNormBias(Op):
         shift = notes.earlier.get(_SHIFT, 0.0)
         original = states - (shift * _direction(block)).to(states.dtype)
         v, notes.facts["KL of the fold"] = self._fit(block, spec, original, shift)
-        bias, head = block["final_norm.bias"], block["head.weight"]
-        r = (head.double() @ bias.double()).to(head.dtype)
-        return block.without("final_norm.bias").but(head_weight=head + r[:, None] * v.to(head.dtype))
+        head = block["head.weight"]
+        return block.without("final_norm.bias").but(
+            head_weight=torch.addr(head, _logits_of_bias(block), v.to(head.dtype))
+        )
 
     def _fit(self, head_block: Block, spec: ModelSpec, original: Tensor, shift: float) -> tuple[Tensor, float]:
         """v (D,) in fp64 for states (N, D) that are to be shifted, and the mean KL, nats per token, that is left."""
@@ -135,7 +136,7 @@ class FoldFinalNormBias(Op):
         from converter.model import run_final_norm
 
         bias, head = head_block["final_norm.bias"], head_block["head.weight"]
-        r = (head.double() @ bias.double()).to(head.dtype)
+        r = _logits_of_bias(head_block)
         plain, after = head_block.without("final_norm.bias"), spec.replace(final_norm_bias=False)
         wanted = run_final_norm(plain, after, original) + bias
         states = run_final_norm(plain, after, original + (shift * _direction(head_block)).to(original.dtype))
@@ -168,6 +169,14 @@ class FoldFinalNormBias(Op):
             curvatures.append((q @ r.square() - mean_q.square()).clamp_min(1e-12))
             kls.append((p * (log_p - log_q)).sum(dim=-1))
         return torch.cat(slopes).double(), torch.cat(curvatures).double(), torch.cat(kls).double()
+
+
+def _logits_of_bias(head_block: Block) -> Tensor:
+    """W b (V,), summed in fp64, a few rows at a time."""
+    import torch
+
+    bias = head_block["final_norm.bias"].double()
+    return torch.cat([(rows.double() @ bias).to(rows.dtype) for rows in head_block["head.weight"].split(_ROWS)])
 
 
 def _direction(head_block: Block) -> Tensor:

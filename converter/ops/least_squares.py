@@ -54,24 +54,29 @@ class Moments:
         assert self.gram is not None
         return self.gram / self.count
 
+    def mean(self) -> Tensor:
+        """E[x], of moments with y = 1."""
+        assert self.cross is not None
+        return self.cross[:, 0] / self.count
+
     def covariance(self) -> Tensor:
         """E[x x^T] - E[x] E[x]^T, of moments with y = 1."""
-        assert self.cross is not None
-        mean = self.cross / self.count
-        return self.mean_square() - mean @ mean.T
-
-    def ridged(self) -> Tensor:
-        """E[x x^T], with the ridge on its diagonal."""
-        gram = self.mean_square()
-        gram.diagonal().add_(RIDGE * float(gram.diagonal().mean()) + 1e-300)
-        return gram
+        mean = self.mean()
+        return self.mean_square() - mean[:, None] * mean
 
     def solve(self) -> Tensor:
-        """W (M, D) with W x nearest to y."""
+        """W (M, D) with W x nearest to y. It consumes the moments: a Gram matrix of neurons is as large as a layer."""
         import torch
 
+        assert self.gram is not None
         assert self.cross is not None
-        solution: Tensor = torch.linalg.solve(self.ridged(), self.cross / self.count)
+        gram, cross = self.gram.div_(self.count), self.cross.div_(self.count)
+        self.gram = self.cross = None
+        gram.diagonal().add_(RIDGE * float(gram.diagonal().mean()) + 1e-300)
+        columns = gram.mT  # the same matrix, in the order that LAPACK factors in place
+        pivots = torch.empty(0, dtype=torch.int32, device=columns.device)
+        factors, pivots = torch.linalg.lu_factor(columns, out=(columns, pivots))
+        solution: Tensor = torch.linalg.lu_solve(factors, pivots, cross)
         return solution.T
 
 

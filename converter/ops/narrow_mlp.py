@@ -97,7 +97,8 @@ def choose(gram: Tensor, down: Tensor, width: int) -> tuple[Tensor, Tensor]:
     kept = torch.arange(len(gram), device=gram.device)
     per_round = math.ceil((len(gram) - width) / _ROUNDS)
     while True:
-        inverse = torch.linalg.inv(gram[kept][:, kept])
+        part = gram[kept[:, None], kept].mT  # in the order that LAPACK factors in place: it is as large as a layer
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(part, out=part))
         narrow = cross[:, kept] @ inverse
         if len(kept) == width:
             return kept, narrow
@@ -128,7 +129,7 @@ def _moments(
     assert moments.gram is not None
     assert total is not None
     mean = total / moments.count if about_mean else total * 0
-    return mean, moments.gram / moments.count - mean[:, None] * mean
+    return mean, moments.gram.div_(moments.count).addr_(mean, mean, alpha=-1)
 
 
 def _relative_error(gram: Tensor, down: Tensor, kept: Tensor, narrow: Tensor) -> float:
