@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,6 +50,10 @@ class Progress(Protocol):
 
     def detail(self, what: str, done: int, total: int) -> None:
         """Inside the stage, something takes a while: what, how far it is, and how long it is."""
+
+
+#: Of glibc's malloc.h.
+_M_MMAP_THRESHOLD = -3
 
 
 class _Silent:
@@ -198,7 +203,12 @@ def _write(plan: Plan, walk: Walk, journal: Journal, folder: Path, shard_size: i
         journal.save(number, *state)
 
     # A block is written while the next one is converted, and the one before is waited for on its way to the disk.
-    with _threads(walk), ThreadPoolExecutor(max_workers=1) as pages, ThreadPoolExecutor(max_workers=1) as disk:
+    with (
+        _threads(walk),
+        _large_blocks_apart(walk),
+        ThreadPoolExecutor(max_workers=1) as pages,
+        ThreadPoolExecutor(max_workers=1) as disk,
+    ):
         written: Future[None] | None = None
         noted: Future[None] | None = None
         for number, (_, tensors) in enumerate(walk):
@@ -230,6 +240,22 @@ def _threads(walk: Walk) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _large_blocks_apart(walk: Walk) -> Iterator[None]:
+    """With activations to compute, have glibc map each large block by itself, and give it back when it is freed.
+
+    Otherwise it takes all up to 32 MB from one heap that only grows: a fit left holes of hundreds of megabytes there.
+    """
+    setting = getattr(ctypes.CDLL(None), "mallopt", None) if walk.has_text else None
+    if setting:
+        setting(_M_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        if setting:
+            setting(_M_MMAP_THRESHOLD, 32 << 20)  # where glibc would have got to by itself
 
 
 def _report(

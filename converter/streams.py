@@ -78,9 +78,9 @@ class Streams:
         self._last: Trace | None = None
         self._source_input: Tensor | None = None
 
-    def begin_block(self) -> None:
-        """Note which streams are equal to the one before them, before a block."""
-        if 0 in self.states:
+    def begin_block(self, keep_input: bool = False) -> None:
+        """Note which streams are equal to the one before them, before a block; `keep_input` is for `own_error`."""
+        if keep_input and 0 in self.states:
             self._source_input = self.states[0][next(batches(self.windows))].clone()
         pairs = zip(self.prefixes, self.prefixes[1:], strict=False)
         self._equal_so_far = {b for a, b in pairs if self.states.get(a) is self.states.get(b)}

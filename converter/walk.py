@@ -7,7 +7,6 @@ its own prefix. After each block the walk can be saved, and another one can go o
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -165,7 +164,7 @@ class Walk:
         mappings = self.plan.source.family.mappings(source_spec, ref)
         origins = {role: mapping.names[0] for mapping in mappings if mapping.names for role in mapping.roles}
         for _, streams in self._streams():
-            streams.begin_block()
+            streams.begin_block(keep_input=streams is self._evaluation)
         moved_norm = _norm_behind(current)
         self._advance(0, current, ref, moved_norm)
         source = current if self._evaluation is not None and ref.kind == "head" else None
@@ -176,8 +175,6 @@ class Walk:
             assert block.keys() == block_shapes(step.after, ref).keys(), f"{step.op.name} gives {ref} other roles"
             self.findings.note(prefix - 1, notes)
             previous, current = current, Variant(block, step.after)
-            if step.op.calibrated:
-                _give_back()
             if source is not None:
                 self._measure(prefix, source, previous, current)
             del previous  # one block in memory
@@ -243,12 +240,6 @@ def _norm_behind(source: Variant) -> Reading | None:
         return model.run_norm({role: t.to(states.device) for role, t in roles.items()}, norm, source.spec, states)
 
     return read
-
-
-def _give_back() -> None:
-    """Have the C library return its free pages to the system: after a fit, glibc keeps hundreds of megabytes."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
 
 
 def _calibrated(plan: Plan) -> dict[str, list[int]]:

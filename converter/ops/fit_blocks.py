@@ -44,8 +44,8 @@ _BIAS_RATE = 60.0
 #: Share of the newest errors in their covariance, and steps between two inversions of it.
 _NEWEST, _INVERSION = 0.05, 10
 #: Tokens whose activations are held at once, or a window; more are summed up in micro-batches. In a layer of GPT-2-XL
-#: their graph is as large as the layer (171 and 164 MB), and the backward needs as much again.
-MICRO_BATCH = 1024
+#: their graph is half as large as the layer (85 and 164 MB), and the backward needs as much again.
+MICRO_BATCH = 512
 #: Tokens that the error is measured on, before and after.
 _MEASURED = 16384
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 #: States that the fit looks at; more change the result less than the ridge does.
 _STATES = 32768
-#: States whose logits are held at once, and rows of the head that are taken to fp64 at once.
-_CHUNK, _ROWS = 128, 1024
+#: States whose logits are held at once, and rows that are taken to fp64 at once.
+_CHUNK, _ROWS = 64, 1024
 #: Windows that pass the last layer at once.
 _WINDOWS = 8
 #: Gains below this part of the largest would ask for a shift out of proportion.
@@ -97,11 +97,12 @@ class FoldFinalNormBias(Op):
 
         from converter.model import run_layer
 
-        parts = [
-            run_layer(block, spec, ref.index, calibration.inputs(rows))[calibration.mask(rows)]
-            for rows in torch.arange(calibration.count).split(_WINDOWS)
-        ]
-        states = torch.cat(parts)
+        states = torch.cat(
+            [
+                run_layer(block, spec, ref.index, calibration.inputs(rows))[calibration.mask(rows)]
+                for rows in torch.arange(calibration.count).split(_WINDOWS)
+            ]
+        )
         inverse = (states.double().square().mean(dim=-1) + spec.norm_eps).rsqrt()
         rho = float(inverse.mean() / inverse.square().mean())
         head_block = calibration.source_block(HEAD)
@@ -140,21 +141,22 @@ class FoldFinalNormBias(Op):
         plain, after = head_block.without("final_norm.bias"), spec.replace(final_norm_bias=False)
         wanted = run_final_norm(plain, after, original) + bias
         states = run_final_norm(plain, after, original + (shift * _direction(head_block)).to(original.dtype))
-        h = states.double()
-        v = h.new_zeros(h.shape[1])
+        v = states.new_zeros(states.shape[1], dtype=torch.float64)
         for _ in range(self.iterations):
-            slope, curvature, _ = self._moments(states, wanted, head, r, h @ v)
-            weighted = h.T @ (h * curvature[:, None]) / len(h)
-            ridge = self.ridge * weighted.diagonal().mean()
-            step = torch.linalg.solve(
-                weighted + ridge * torch.eye(len(weighted), dtype=h.dtype, device=h.device),
-                (h * slope[:, None]).mean(dim=0),
-            )
-            v = v - step
-        return v, float(self._moments(states, wanted, head, r, h @ v)[2].mean())
+            slopes, curvatures, _ = self._moments(states, wanted, head, r, v)
+            hessian, gradient = v.new_zeros(len(v), len(v)), torch.zeros_like(v)
+            for rows, slope, curvature in zip(
+                *(each.split(_ROWS) for each in (states, slopes, curvatures)), strict=True
+            ):
+                h = rows.double()
+                hessian += h.T @ (h * curvature[:, None]) / len(states)
+                gradient += slope @ h / len(states)
+            hessian.diagonal().add_(self.ridge * hessian.diagonal().mean())
+            v = v - torch.linalg.solve(hessian, gradient)
+        return v, float(self._moments(states, wanted, head, r, v)[2].mean())
 
     @staticmethod
-    def _moments(states: Tensor, wanted: Tensor, head: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _moments(states: Tensor, wanted: Tensor, head: Tensor, r: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Slope E_q[r] - E_p[r], curvature Var_q[r] and the KL itself of each state, all (N,)."""
         import torch
 
@@ -162,7 +164,8 @@ class FoldFinalNormBias(Op):
         for start in range(0, len(states), _CHUNK):
             part = slice(start, start + _CHUNK)
             log_p = (wanted[part] @ head.T).log_softmax(dim=-1)
-            log_q = (states[part] @ head.T + s[part, None].to(head.dtype) * r).log_softmax(dim=-1)
+            along = (states[part].double() @ v).to(head.dtype)
+            log_q = (states[part] @ head.T + along[:, None] * r).log_softmax(dim=-1)
             p, q = log_p.exp(), log_q.exp()
             mean_q = q @ r
             slopes.append(mean_q - p @ r)
