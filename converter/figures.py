@@ -17,10 +17,10 @@ _SOURCE, _RESULT, _LOSSY, _EXACT = "#4c72b0", "#c44e52", "#c44e52", "#55a868"
 
 
 def draw_figures(steps: Sequence[StepReport], verification: Comparison, folder: Path) -> list[Path]:
-    """Write the figures as PNG files into a new folder; the same data gives the same bytes."""
+    """Write the figures as PNG files into a folder; the same data gives the same bytes."""
     from matplotlib.figure import Figure
 
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # a resumed run may find it
     written = []
     drawings: dict[str, Callable[[Axes], None]] = {
         "loss_by_position": lambda axes: _loss_by_position(axes, verification),

@@ -1,6 +1,7 @@
 """A conversion that is killed at any moment leaves nothing that looks finished, and resumes to the same bytes."""
 
 import json
+import pkgutil
 import subprocess
 import sys
 import time
@@ -56,6 +57,38 @@ def test_resuming_after_a_kill_at_any_tensor_gives_the_uninterrupted_bytes(
             convert(source, target, text=[text], **OPTIONS)
     assert not target.exists()
     convert(source, target, text=[text], resume=True, **OPTIONS)
+    assert contents(target) == uninterrupted
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "converter.conversion._write_metadata",
+        "converter.conversion._verified",
+        "converter.conversion.draw_figures",
+        "converter.conversion.model_card",
+        "converter.conversion.Journal.remove",
+        "converter.conversion.OutputFolder.commit",
+    ],
+)
+def test_resuming_after_a_kill_behind_the_walk_gives_the_uninterrupted_bytes(
+    source, text, uninterrupted, tmp_path, monkeypatch, moment, after
+):
+    target = tmp_path / "killed" / "out"
+    with monkeypatch.context() as patched:
+        work = pkgutil.resolve_name(moment)
+
+        def failing(*arguments, **options):
+            if after:
+                work(*arguments, **options)
+            raise Killed
+
+        patched.setattr(moment, failing)
+        with pytest.raises(Killed):
+            convert(source, target, text=[text], **OPTIONS)
+    if not target.exists():
+        convert(source, target, text=[text], resume=True, **OPTIONS)
     assert contents(target) == uninterrupted
 
 
