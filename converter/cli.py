@@ -260,7 +260,7 @@ def convert(
         from converter.report import plan_dict, plan_tables
 
         plan = conversion.plan_conversion(source, recipe, overrides, dtype)
-        conversion.check_conversion(plan, target, text, eval_text, max_shard_size, overwrite)
+        conversion.check_conversion(plan, target, text, eval_text, max_shard_size, overwrite, resume)
         if as_json:
             click.echo(to_json(plan_dict(plan)))
             return

@@ -52,10 +52,6 @@ class Progress(Protocol):
         """Inside the stage, something takes a while: what, how far it is, and how long it is."""
 
 
-#: Of glibc's malloc.h.
-_M_MMAP_THRESHOLD = -3
-
-
 class _Silent:
     def say(self, text: str) -> None:
         pass
@@ -98,10 +94,11 @@ def check_conversion(
     eval_text: str | Path | Sequence[str | Path] = (),
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
+    resume: bool = False,
 ) -> None:
     """Raise the ConverterError that `convert` would raise for its target, its text, or the size of its shards."""
-    _shard_size(max_shard_size)
-    OutputFolder(Path(target), overwrite=overwrite, source=plan.source.checkpoint.opened).check()
+    parse_size(max_shard_size)
+    OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=plan.source.checkpoint.opened).check()
     if text or eval_text:
         gather_texts(plan, as_paths(text), as_paths(eval_text))
 
@@ -136,7 +133,7 @@ def convert(
     for warning in warnings(opened):
         progress.say(f"Note: {warning.rstrip('.')}.")
     device = pick_device(device)
-    shard_size = _shard_size(max_shard_size)
+    shard_size = parse_size(max_shard_size)
     with OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=opened.checkpoint.opened) as output:
         output.check_space(plan.output_bytes)
         texts = None
@@ -157,10 +154,6 @@ def convert(
         journal.remove()
         output.commit()
     return report
-
-
-def _shard_size(given: str | int) -> int:
-    return parse_size(given) if isinstance(given, str) else given
 
 
 def _fingerprint(plan: Plan, texts: Texts | None, shard_size: int, verify: bool) -> dict[str, Any]:
@@ -240,6 +233,10 @@ def _threads(walk: Walk) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+#: Of glibc's malloc.h.
+_M_MMAP_THRESHOLD = -3
 
 
 @contextlib.contextmanager

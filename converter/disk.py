@@ -61,6 +61,15 @@ def write_at(handle: int, data: Bytes, offset: int) -> None:
         left, offset = left[written:], offset + written
 
 
+def _open_past_the_cache(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | _DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o666)  # a file system without O_DIRECT
+
+
 def aligned_buffer(size: int) -> Bytes:
     """Memory that begins at a page."""
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
@@ -70,13 +79,7 @@ class NewFile:
     """Context manager: a file of `size` bytes, written from the first to the last; `finish` puts it on the disk."""
 
     def __init__(self, path: Path, size: int) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        try:
-            self._handle = os.open(path, flags | _DIRECT, 0o666)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._handle = os.open(path, flags, 0o666)  # a file system without O_DIRECT
+        self._handle = _open_past_the_cache(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.truncate(self._handle, size)  # writes that do not make a file longer can run beside each other
         self._buffer = aligned_buffer(PIECE)
         self._filled = 0
@@ -171,14 +174,8 @@ class Run:
     """
 
     def __init__(self, path: Path, start: int) -> None:
+        self._direct = _open_past_the_cache(path, os.O_WRONLY)
         self._cached = os.open(path, os.O_WRONLY)
-        try:
-            self._direct = os.open(path, os.O_WRONLY | _DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                os.close(self._cached)
-                raise
-            self._direct = os.dup(self._cached)  # a file system without O_DIRECT
         self._buffers = deque(aligned_buffer(PIECE) for _ in range(2))
         self._place = start - start % PAGE  # of the buffer's first byte
         self._filled = self._foreign = start % PAGE  # bytes of the first page that are not ours

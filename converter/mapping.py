@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from converter.errors import UnsupportedError
+
 Shape = tuple[int, ...]
 RoleShapes = Mapping[str, Shape]
 
@@ -39,7 +41,7 @@ class TensorMapping(Protocol):
         """Tensors in the order of `names` -> tensors in the order of `roles`."""
 
     def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The inverse of `to_roles`."""
+        """The inverse of `to_roles`; raises UnsupportedError where there is none, so no target can have it."""
 
     def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
         """Shapes of `names`, from the shapes of the roles."""
@@ -160,7 +162,9 @@ class Projected:
         return (table @ (projection if self.before else projection.T),)
 
     def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        raise NotImplementedError("a product does not tell its factors")
+        raise UnsupportedError(
+            f"'{self.name}' and '{self.projection}' cannot be written: a product does not tell its factors"
+        )
 
     def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
         rows, hidden = roles[self.role]

@@ -49,6 +49,7 @@ class OutputFolder:
         """Raise where the target must not be touched; nothing is written."""
         self._check_place()
         self._check_target()
+        self._check_partial()
 
     def __enter__(self) -> OutputFolder:
         self._check_place()

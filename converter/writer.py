@@ -7,7 +7,6 @@ tensor goes straight to its bytes: memory holds one tensor, and a killed run can
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converter.disk import Run
+from converter.disk import PIECE, Run
 from converter.errors import CheckpointError, ConverterError
+from converter.json_text import write_json
 from converter.output import disk_errors
 from converter.safetensors_file import Layout, build_header, num_bytes, total_size
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _METADATA = {"format": "pt"}  # transformers refuses a file that does not say so
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # file systems that cannot reserve space
-_PIECE = 4 << 20  # bytes that are laid out at once: in the cache, and no second copy of a large tensor
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE)
 
@@ -138,7 +137,7 @@ class CheckpointWriter:
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         path = self.folder / "model.safetensors.index.json"
         with disk_errors(path):
-            path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            write_json(path, index)
         self._unsynced.add(path)
 
 
@@ -158,8 +157,10 @@ def plan_shards(tensors: Mapping[str, Layout], max_shard_size: int) -> dict[str,
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "5GB" (5 * 10**9), "500MB", "2GiB" (2 * 2**30) or "1000"."""
+def parse_size(text: str | int) -> int:
+    """Bytes of "5GB" (5 * 10**9), "500MB", "2GiB" (2 * 2**30) or "1000"; a number is what it is."""
+    if isinstance(text, int):
+        return text
     match = _SIZE.fullmatch(text)
     size = round(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
     if size < 1:
@@ -172,7 +173,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.is_contiguous() or tensor.ndim < 2:
         yield tensor.contiguous()
         return
-    rows = max(1, _PIECE // max(1, tensor[0].numel() * tensor.element_size()))
+    rows = max(1, PIECE // max(1, tensor[0].numel() * tensor.element_size()))
     buffer = tensor.new_empty(min(rows, len(tensor)), *tensor.shape[1:])
     for start in range(0, len(tensor), rows):
         part = tensor[start : start + rows]

@@ -15,6 +15,7 @@ from converter.containers.llama_meta import PARAMS, write_shards
 from converter.errors import CheckpointError, UnsupportedError
 from converter.families import family
 from converter.families.llama import Llama
+from converter.json_text import write_json
 from converter.mapping import Direct, Drop, TensorMapping
 from converter.safetensors_file import SafetensorsFile
 from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions, RopeLayout, RopeSpec
@@ -172,7 +173,7 @@ def to_meta_files(source: Path, folder: Path, ranks: int) -> None:
         tensors |= {name: opened.read(name) for name in opened.layout}
     tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])  # tied: Meta's files hold it twice
     write_shards(folder, tensors, ranks, params["dim"])
-    (folder / PARAMS).write_text(json.dumps(params, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / PARAMS, params)
 
 
 def _width(spec: ModelSpec) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def open_job(
         context=settings.context or student.spec.context,
         theta=theta,
         dtype=dtype or kept,
-        shard_size=parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size,
+        shard_size=parse_size(max_shard_size),
     )
 
 

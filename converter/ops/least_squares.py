@@ -62,7 +62,7 @@ class Moments:
     def covariance(self) -> Tensor:
         """E[x x^T] - E[x] E[x]^T, of moments with y = 1."""
         mean = self.mean()
-        return self.mean_square() - mean[:, None] * mean
+        return self.mean_square().addr_(mean, mean, alpha=-1)
 
     def solve(self) -> Tensor:
         """W (M, D) with W x nearest to y. It consumes the moments: a Gram matrix of neurons is as large as a layer."""

@@ -119,16 +119,13 @@ def _moments(
     """Mean (H,) and second moments (H, H) of the neurons' activations; the mean is zero unless `about_mean`."""
     from converter.model import after_attention, run_neurons, run_norm
 
-    moments, total = Moments(), None
+    moments = Moments()
     for rows in chunks(calibration):
         states = after_attention(block, spec, layer, calibration.inputs(rows))
         neurons = run_neurons(block, spec, run_norm(block, "mlp_norm", spec, states))[calibration.mask(rows)]
-        moments.add(neurons)
-        sums = neurons.double().sum(dim=0)
-        total = sums if total is None else total + sums
+        moments.add(neurons, neurons.new_ones(len(neurons), 1))
     assert moments.gram is not None
-    assert total is not None
-    mean = total / moments.count if about_mean else total * 0
+    mean = moments.mean() if about_mean else moments.mean() * 0
     return mean, moments.gram.div_(moments.count).addr_(mean, mean, alpha=-1)
 
 

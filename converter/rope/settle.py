@@ -15,6 +15,7 @@ from typing import Any
 
 from converter import __version__
 from converter.errors import ConverterError, UnsupportedError
+from converter.json_text import to_json
 from converter.rope.detect import Detection
 from converter.source import SourceModel
 from converter.spec import RopeLayout
@@ -52,7 +53,7 @@ def stamped(folder: Path, source: SourceModel, settlement: Settlement, to: RopeL
         "evidence": settlement.voices,
     }
     content["rope_swaps"] = [*content.get("rope_swaps", []), swap]
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return to_json(content) + "\n"
 
 
 def declared_voices(source: SourceModel, to: RopeLayout | None, claimed: RopeLayout | None) -> dict[str, str]:
