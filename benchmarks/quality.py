@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py            # the embedded example
     python benchmarks/quality.py my-gpt2    # another model that reads the standard library
+    python benchmarks/quality.py runs/openai-gpt --only recipes    # one whose norms stand behind the sublayers
 
 Converts with the naive, the default and the compact recipe, each calibrated on library modules and measured on the
 held-out ones; then zeroes biases instead of folding them, fits twice with one seed, and measures the peak memory of
@@ -39,6 +40,7 @@ from converter.verification import Figures
 from converter.walk import Walk
 
 RECIPES = ("gpt2-to-llama-naive", "gpt2-to-llama", "gpt2-to-llama-compact")
+POST_LN_RECIPES = ("postln-to-llama", "postln-to-llama-compact")
 #: Characters of calibration text for a model that is not the embedded example: 1 M tokens or so.
 _CHARACTERS = 4_000_000
 
@@ -88,13 +90,15 @@ def judge(what: str, figure: float, limit: float) -> None:
     print(f"  {what:<58} {figure:>10.5f}   at most {limit:.5f}   {'reached' if figure <= limit else 'MISSED'}")
 
 
-def recipes_table(model: Path, text: tuple[list[Path], list[Path]], folder: Path) -> None:
-    """All recipes: time, KL and loss after every op, and the limits of each."""
-    reports: dict[str, ConversionReport] = {}
-    for recipe in RECIPES:
+def recipe_reports(
+    model: Path, recipes: tuple[str, ...], text: tuple[list[Path], list[Path]], folder: Path
+) -> list[ConversionReport]:
+    """The reports of some recipes; prints time, KL and loss after every op of each."""
+    reports = []
+    for recipe in recipes:
         started = time.perf_counter()
         report = convert(model, folder / recipe, recipe=recipe, text=text[0], eval_text=text[1], dtype="float32")
-        reports[recipe] = report
+        reports.append(report)
         print(f"\n{recipe}: {time.perf_counter() - started:.0f} s, {report.text}")
         for step in report.steps:
             if step.comparison is not None and step.needed and not step.exact:
@@ -104,7 +108,19 @@ def recipes_table(model: Path, text: tuple[list[Path], list[Path]], folder: Path
                 )
                 for name, values in step.errors.items():
                     print(f"      {name}: " + " ".join(f"{value:.1%}" for value in values))
-    naive, default, compact = (reports[recipe] for recipe in RECIPES)
+    return reports
+
+
+def post_ln_table(model: Path, text: tuple[list[Path], list[Path]], folder: Path) -> None:
+    """The recipes for a post-LN source, and the limit of the default one."""
+    default, _ = recipe_reports(model, POST_LN_RECIPES, text, folder)
+    print("\nLimits")
+    judge("default recipe: loss above the source's", after(default, "fold_final_norm_bias").loss_increase, 0.02)
+
+
+def recipes_table(model: Path, text: tuple[list[Path], list[Path]], folder: Path) -> None:
+    """The recipes for a pre-LN source, and the limits of each."""
+    naive, default, compact = recipe_reports(model, RECIPES, text, folder)
     print("\nLimits")
     lost = after(naive, "learned_positions_to_rope").loss_increase
     positions = after(default, "learned_positions_to_rope").kl
@@ -237,7 +253,8 @@ def main(model: Path, only: str | None) -> None:
         text = texts_for(model, folder)
         print(f"{model}: nats per token on held-out library modules, {torch.get_num_threads()} threads")
         if only in (None, "recipes"):
-            recipes_table(model, text, folder)
+            table = recipes_table if SourceModel.open(model).spec.pre_norm else post_ln_table
+            table(model, text, folder)
         if only in (None, "biases"):
             print("\nBiases away, before any fitting")
             biases_table(model, text)

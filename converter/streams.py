@@ -177,7 +177,8 @@ class StreamCalibration(Calibration):
         self._streams, self._prefix, self._centred = streams, prefix, centred
         self._as_read, self._source_block = as_read, source_block
         self.count, self.length = streams.windows.ids.shape
-        if as_read is not None:
+        self.moved_norms = as_read is not None
+        if self.moved_norms:
             first = next(batches(streams.windows))
             states = streams.states[prefix][first][streams.mask(first)]
             self.stream_scale = float(_centred(states).square().mean().sqrt())

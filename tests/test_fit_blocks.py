@@ -13,7 +13,7 @@ from walks import EXACT, source, walk
 from converter.errors import RecipeError
 from converter.ops import Block, Calibration, Notes, Op
 from converter.ops.drop_final_norm_bias import DropFinalNormBias
-from converter.ops.fit_blocks import FitBlocks, _schedule, _selections
+from converter.ops.fit_blocks import FitBlocks, _metric, _reading, _schedule, _selections
 from converter.ops.gelu_to_swiglu import GeluToSwiglu
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
 from converter.recipe import load_recipe
@@ -78,6 +78,41 @@ def test_micro_batches_add_up_to_the_batch(tmp_path: Path, monkeypatch: pytest.M
     parts = walk(opened, *BEFORE, fit, rows=8).tensors
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_the_metric_turns_large_errors_down_and_what_is_read_up() -> None:
+    size = 6
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    covariance = root.T @ root
+    torch.testing.assert_close(_metric(covariance, None), _metric(covariance, torch.eye(size, dtype=torch.float64)))
+    torch.testing.assert_close(_metric(7 * covariance, None), _metric(covariance, None))
+    large, vectors = torch.linalg.eigh(covariance)
+    weights = (vectors.T @ _metric(covariance, None) @ vectors).diagonal()
+    torch.testing.assert_close(weights, 1 / (1 + large / large.mean()))
+    # Read n times as strongly, a direction weighs the more, and e L under the plain metric is the same as e under R's.
+    reading = torch.diag(torch.tensor([9.0, 1, 1, 1, 1, 1], dtype=torch.float64))
+    factor = reading.sqrt()
+    read = factor @ covariance @ factor
+    torch.testing.assert_close(_metric(covariance, reading), factor @ _metric(read, None) @ factor)
+
+
+def test_what_the_next_attention_reads_counts_where_the_norms_were_moved(tmp_path: Path) -> None:
+    opened = SourceModel.open(models.save(models.openai_gpt(n_layer=2), tmp_path))
+    refs = [BlockRef("layer", layer) for layer in range(2)]
+    blocks = {ref: opened.read_block(ref, torch.float32) for ref in refs}
+    given = models.Given(torch.zeros(1, 4, opened.spec.hidden_size), blocks)
+    assert _reading(opened.spec, 0, given) is None
+    given.moved_norms = True
+    assert _reading(opened.spec, 1, given) is None
+    reading = _reading(opened.spec, 0, given)
+    assert reading is not None
+    state = torch.randn(opened.spec.hidden_size, generator=torch.Generator().manual_seed(1))
+    block = blocks[refs[1]]
+    squares = [(block[f"{part}.weight"] @ state).square().sum() for part in "qkv"]
+    norms = sum(block[f"{part}.weight"].square().sum() for part in "qkv")
+    wanted = state.square().sum() + torch.stack(squares).sum() * opened.spec.hidden_size / norms
+    torch.testing.assert_close(state @ reading @ state, wanted)
 
 
 def test_little_text_means_few_steps(tmp_path: Path) -> None:

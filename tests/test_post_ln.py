@@ -211,6 +211,41 @@ def test_every_norm_moves_before_what_reads_it(spec: ModelSpec, states: Tensor) 
             assert torch.equal(now[position], was[place])
 
 
+def test_the_stream_is_brought_to_a_rms_of_one_and_nothing_else_changes(spec: ModelSpec, states: Tensor) -> None:
+    block = random_block(spec, EMBEDDINGS)
+    moved = MOVE.apply(block, spec, EMBEDDINGS, Notes(EMBEDDINGS), Given(states))
+    factor = float(moved["embed.weight"][0, 0] / block["embed.weight"][0, 0])
+    assert factor == 2.0 ** round(torch.tensor(factor).log2().item())
+    assert all(torch.equal(moved[role], factor * table) for role, table in block.items())
+    assert 2**-0.5 <= float(moved["embed.weight"].square().mean().sqrt()) <= 2**0.5
+    # The first layer reads bare embeddings: what the scale is must be nothing to what it reads and writes.
+    layer = random_block(spec, LAYER)
+    after = []
+    for scale in (1.0, 0.06):
+        embeddings = Block({role: scale * table for role, table in block.items()})
+        factor = float(MOVE.apply(embeddings, spec, EMBEDDINGS, Notes(EMBEDDINGS), Given(states))["embed.weight"][0, 0])
+        factor /= float(embeddings["embed.weight"][0, 0])
+        stream = Given(factor * scale * states, {EMBEDDINGS: embeddings})
+        notes = Notes(LAYER)
+        result = MOVE.apply(layer, spec, LAYER, notes, stream)
+        gains = result["attn_norm.weight"]
+        torch.testing.assert_close(
+            gains, gains.new_full(gains.shape, float((scale * states).std(-1, correction=0).mean()))
+        )
+        after.append(notes.errors["the attention reads"])
+    assert after[0] == pytest.approx(after[1], rel=1e-3)
+
+
+def test_sines_become_a_table(spec: ModelSpec, states: Tensor) -> None:
+    sines = spec.replace(positions=Positions.SINUSOIDAL)
+    block = random_block(sines, EMBEDDINGS)
+    moved = MOVE.apply(block, sines, EMBEDDINGS, Notes(EMBEDDINGS), Given(states))
+    ids = torch.arange(2 * 9).view(2, 9)
+    factor = moved["embed.weight"][0, 0] / block["embed.weight"][0, 0]
+    given = reference.run_embeddings(block, sines, ids)
+    torch.testing.assert_close(reference.run_embeddings(moved, MOVE.change(sines), ids), factor * given)
+
+
 _NORMS = (
     (EMBEDDINGS, "embed_norm"),
     (LAYER, "attn_norm"),

@@ -45,6 +45,8 @@ class Calibration(ABC):
 
     count: int
     length: int
+    #: Whether the source's norms stand behind its sublayers (post-LN), and the converted model's before them.
+    moved_norms: bool = False
     #: The size, root mean square, of the stream that enters this block where it is free, as behind moved norms; else 1.
     stream_scale: float = 1.0
 
@@ -66,8 +68,8 @@ class Calibration(ABC):
     def as_read(self, states: Tensor) -> Tensor:
         """States that leave this block, to be compared with `targets`.
 
-        They are what they are, unless the source's norms stand behind the sublayers and the converted model's before
-        them: then what leaves a layer is compared as the next one reads it, through the norm that was moved there.
+        They are what they are, unless `moved_norms`: then what leaves a layer is compared as the next one reads it,
+        through the norm that was moved there.
         """
         return states
 

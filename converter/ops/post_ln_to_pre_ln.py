@@ -20,19 +20,25 @@ multiplied by c and whose bias takes a b. The last term is what a pre-LN model c
    norm whose one gain is their mean rms ("the attention reads"; in the layers after it that error is 0).
  - The last norm becomes the final one, exactly; its bias is for `fold_final_norm_bias`.
 
+The stream begins as the embeddings, and is as small as they are: .06 in a trained model whose later states have a rms
+of 1. Its scale is free, but what is trained afterwards feels it: writers of a twentieth of their size move by 7 % a
+step of healing, and eps weighs in norms that read a square of .004. So the embeddings are brought to a rms of 1 by a
+power of two, which rounds nothing, and the writers follow.
+
 The names in brackets are those of the relative errors that the op notes for each layer, fed with the stream of the
 model converted so far. `fit_blocks` takes back most of them: it compares what the next layer reads.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converter.ops import Block, Calibration, Notes, Op, op, require
 from converter.ops.least_squares import chunks, refit_down
-from converter.spec import EMBEDDINGS, BlockRef, ModelSpec, Norm, block_shapes
+from converter.spec import EMBEDDINGS, BlockRef, ModelSpec, Norm, Positions, block_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +74,7 @@ class PostLNToPreLN(Op):
             final_norm=True,
             final_norm_bias=spec.norm_bias,
             embedding_norm=False,
+            positions=Positions.LEARNED if spec.absolute_positions else spec.positions,
             residual_scale=1.0,
             biases=spec.biases | writers,
         )
@@ -75,11 +82,11 @@ class PostLNToPreLN(Op):
     def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
-        if ref.kind == "embeddings":
-            return block.without("embed_norm.weight", "embed_norm.bias")
         if calibration is None:
             shapes, some = block_shapes(self.change(spec), ref), next(iter(block.values()))
             return Block({role: block[role] if role in block else some.new_empty(shapes[role]) for role in shapes})
+        if ref.kind == "embeddings":
+            return _scaled_embeddings(block, spec)
         if ref.kind == "head":
             return Block({**last_norm(spec.num_layers, calibration), **block})
         layer = _Layer(block, spec, ref.index, calibration, self.change(spec))
@@ -89,6 +96,26 @@ class PostLNToPreLN(Op):
         layer.result = refit_down(layer.result, layer.after, ref.index, calibration, layer.wanted)
         notes.errors.update(layer.errors())
         return layer.result
+
+
+def _scaled_embeddings(block: Block, spec: ModelSpec) -> Block:
+    """The embeddings without their norm, at a rms of about 1; positions of sines become a table."""
+    from converter.model import position_table
+
+    scale = _stream_scale(block)
+    tables = {"embed.weight": block["embed.weight"]}
+    if spec.absolute_positions:
+        tables["positions.weight"] = position_table(block, spec)
+    return Block({role: scale * table for role, table in tables.items()})
+
+
+def _stream_scale(embeddings: Block) -> float:
+    """The power of two that brings token embeddings nearest to a rms of 1."""
+    import torch
+
+    table = embeddings["embed.weight"]
+    rms = float(torch.linalg.vector_norm(table, dtype=torch.float64)) / math.sqrt(table.numel())
+    return 2.0 ** -round(math.log2(rms)) if rms > 0 and math.isfinite(rms) else 1.0
 
 
 def last_norm(num_layers: int, calibration: Calibration) -> dict[str, Tensor]:
@@ -116,6 +143,8 @@ class _Layer:
         self.result = Block(self.source)
         #: The last factor c.
         self.factor = 1.0
+        #: What bare embeddings are multiplied by where they are the stream.
+        self.embedded = _stream_scale(self.calibration.source_block(EMBEDDINGS)) if self.bare else 1.0
 
     @property
     def bare(self) -> bool:
@@ -137,7 +166,7 @@ class _Layer:
         """The norm that changes bare embeddings least: their mean rms and their mean."""
         import torch
 
-        states = torch.cat(list(self._streams("attn_norm")))
+        states = torch.cat(list(self._streams("attn_norm"))) / self.embedded
         means = states.mean(dim=-1) if self.spec.norm is Norm.LAYERNORM else states.new_zeros(len(states))
         rms = (states - means[:, None]).square().mean(dim=-1).sqrt()
         norm = {"attn_norm.weight": rms.mean().expand(self.spec.hidden_size).clone()}
@@ -176,7 +205,7 @@ class _Layer:
         """What the source's layer is given where the stream has these states."""
         from converter.model import run_norm
 
-        return states if self.bare else run_norm(self.result, "attn_norm", self.after, states)
+        return states / self.embedded if self.bare else run_norm(self.result, "attn_norm", self.after, states)
 
     def wanted(self, states: Tensor) -> Tensor:
         """c y', what the stream should be behind the layer."""
