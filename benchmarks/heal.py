@@ -112,7 +112,7 @@ def our_loop(student: Any, teacher: SourceModel | None, ids: np.ndarray[Any, Any
     settings = HealSettings(kl=float(teacher is not None), ce=float(teacher is None), tokens=10**9)
     documents = [Document(str(number), row) for number, row in enumerate(ids)]
     texts = HealTexts(Corpus.of(list(ids)), documents[:8], "random tokens")
-    return make_loop(Learner(student, {}, teacher), settings, texts, 256, start("cpu", settings, (), folder))
+    return make_loop(Learner(student, {}, teacher), settings, texts, 256, start("cpu", settings, (), folder), folder)
 
 
 def their_steps(student: Any, ids: np.ndarray[Any, Any], steps: int, folder: Path) -> list[float]:

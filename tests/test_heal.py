@@ -21,6 +21,7 @@ from converter.errors import CheckpointError, ConverterError, RecipeError, Unsup
 from converter.healing.loop import InterruptedRunError
 from converter.healing.optimizer import parameter_groups, rate_at
 from converter.healing.processes import check_launch
+from converter.healing.recorded import RecordedTeacher, _digests
 from converter.healing.run import heal
 from converter.healing.settings import HealSettings
 from converter.healing.theta import ramp, set_theta, theta_of
@@ -194,6 +195,51 @@ def test_gradient_checkpointing_and_an_offloaded_teacher_change_nothing(run, hea
     assert training_losses(report.target) == pytest.approx(training_losses(healed.target), rel=1e-5)
     with pytest.raises(ConverterError, match="nobody to share the teacher with"):
         run("alone", "heal.teacher=sharded")
+
+
+class Asked:
+    """Counts what a recorded teacher is asked, and stops the run at one of the questions."""
+
+    def __init__(self, monkeypatch, last=None):
+        self.digests, ask = [], RecordedTeacher._ask
+
+        def counted(teacher, model, row):
+            self.digests += _digests(row)
+            if len(self.digests) == last:
+                raise KeyboardInterrupt
+            return ask(teacher, model, row)
+
+        monkeypatch.setattr(RecordedTeacher, "_ask", counted)
+
+
+def test_a_recorded_teacher_is_asked_once_and_says_the_same(run, healed, monkeypatch):
+    asked = Asked(monkeypatch)
+    everything = ("heal.teacher=recorded", "heal.top_k=1000000")  # more tokens than there are: nothing is left out
+    with pytest.raises(KeyboardInterrupt):
+        run("recorded", *everything, watch=StopAt(7, kill))
+    rows = len(asked.digests)
+    assert 0 < rows == len(set(asked.digests))
+    report = run("recorded", *everything, resume=True)
+    assert len(asked.digests) == rows
+    assert training_losses(report.target) == pytest.approx(training_losses(healed.target), rel=1e-4)
+    with pytest.raises(RecipeError, match="tokens only"):
+        run("staged", "heal.teacher=recorded", "heal.stage_one=0.5")
+
+
+def test_a_few_likeliest_tokens_teach_nearly_as_well(run, healed):
+    few = run("few", "heal.teacher=recorded", "heal.top_k=8")
+    assert few.best.kl < healed.best.kl  # less is known, so less can differ
+    gained, all_gained = (each.before.total.kl - each.after.total.kl for each in (few, healed))
+    assert gained > 0.5 * all_gained
+
+
+def test_what_was_recorded_before_a_kill_is_kept(run, monkeypatch):
+    monkeypatch.setattr("converter.healing.recorded._FILE", 1)
+    asked = Asked(monkeypatch, last=20)
+    with pytest.raises(KeyboardInterrupt):
+        run("recorded", "heal.teacher=recorded")
+    run("recorded", "heal.teacher=recorded", resume=True)
+    assert len(asked.digests) == len(set(asked.digests)) + 1
 
 
 def test_the_best_evaluation_is_what_is_written(run):

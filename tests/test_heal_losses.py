@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from converter.healing.batches import IGNORE, Batches
 from converter.healing.data import Corpus
-from converter.healing.losses import Head, HeadLosses, LossWeights, head_losses, hidden_state_loss, liger
+from converter.healing.losses import Head, HeadLosses, LossWeights, Top, head_losses, hidden_state_loss, liger
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCAB = 23, 8, 12, 61
 MIXED = LossWeights(kl=0.7, ce=0.4)
@@ -73,6 +74,36 @@ def gradients(losses: HeadLosses, *learning: Tensor) -> list[Tensor]:
 def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
     for a, b in zip(found, wanted, strict=True):
         assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.parametrize("chunk", [7, None])
+@pytest.mark.parametrize("k", [1, 5, None])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_the_likeliest_tokens_and_the_rest_as_one_more_outcome(direction, temperature, k, chunk):
+    weights = replace(MIXED, temperature=temperature, direction=direction)
+    problem = Problem(torch.float64)
+    log_p = (F.linear(problem.teacher, *problem.teacher_head) / temperature).log_softmax(-1)
+    log_q = (F.linear(problem.states, *problem.head) / temperature).log_softmax(-1)
+    top = Top(*reversed(log_p.topk(k or log_p.shape[-1], dim=-1)))
+    found = head_losses(
+        *(problem.states, problem.head, problem.targets),
+        **{"weights": weights, "teacher_top": top, "kl_mask": problem.answered, "chunk_tokens": chunk},
+    )
+    wanted = problem.full(weights)
+    if k is not None:
+        kept = torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, top.ids, True)
+        p, q = (
+            torch.cat([each.gather(-1, top.ids), each.masked_fill(kept, -math.inf).logsumexp(-1, keepdim=True)], dim=-1)
+            for each in (log_p, log_q)
+        )
+        a, b = (p, q) if direction == "forward" else (q, p)
+        counted = problem.answered & (problem.targets != IGNORE)
+        kl = (a.exp() * (a - b)).sum(-1)[counted].sum() * temperature**2
+        assert kl < wanted.kl
+        wanted = HeadLosses(weights.kl * kl + weights.ce * wanted.ce, kl, wanted.ce)
+    assert_close(found, wanted, 1e-6)  # what is left of a probability of 1 is taken to be 1e-9
+    assert_close(gradients(found, *problem.learning), gradients(wanted, *problem.learning), 1e-6)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, TOKENS, None])

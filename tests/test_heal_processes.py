@@ -20,6 +20,7 @@ SETTINGS = (
     *("heal.tokens=4000", "heal.context=40", "heal.sequences_per_step=5", "heal.rate=1e-3"),
     *("heal.evaluate_every=10", "heal.save_every=5", "heal.keep=9", "heal.clip=0"),
 )
+RECORDED = ("heal.teacher=recorded", "heal.top_k=16")
 WORKER = Path(heal_worker.__file__)
 
 
@@ -47,6 +48,7 @@ def one(jobs):
     heal_worker.heal(jobs("one"))
     heal_worker.heal(jobs("one-sgd", "heal.rate=0.05", sgd=True))
     heal_worker.heal(jobs("one-staged", "heal.stage_one=0.5"))
+    heal_worker.heal(jobs("one-recorded", *RECORDED))
     with pytest.raises(KeyboardInterrupt):
         heal(**jobs("resumed"), watch=StopAt(13, kill))
 
@@ -61,6 +63,7 @@ def two(jobs, one, tmp_path_factory):
         jobs("sharded", sharded=True),
         jobs("sharded-split", "heal.micro_batch=40", sharded=True),
         jobs("staged", "heal.stage_one=0.5", "heal.teacher=sharded"),
+        jobs("recorded", *RECORDED),
         jobs("resumed", resume=True),
     ]
     file = tmp_path_factory.mktemp("jobs") / "jobs.jsonl"
@@ -99,6 +102,12 @@ def test_two_processes_make_the_losses_of_one_with_adamw(jobs, two, name):
 def test_the_first_stage_and_a_sharded_teacher_are_the_same_on_two_processes(jobs, two):
     found, wanted = (training_losses(folder(jobs, name)) for name in ("staged", "one-staged"))
     assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_recorded_teacher_is_the_same_on_two_processes(jobs, two):
+    found, wanted = (training_losses(folder(jobs, name)) for name in ("recorded", "one-recorded"))
+    assert found == pytest.approx(wanted, abs=1e-4)
+    assert found != pytest.approx(training_losses(folder(jobs, "one")), abs=1e-4)
 
 
 def test_the_export_of_a_sharded_run_is_that_of_the_unsharded_one(jobs, two):

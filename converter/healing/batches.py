@@ -8,6 +8,7 @@ none is short. How many ranks and micro-batches share a step changes nothing abo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -119,6 +120,10 @@ class Batches:
     def tokens_per_step(self) -> int:
         """Tokens of a step, but for the padding of a corpus' last sequence."""
         return self.sequences_per_step * self.context
+
+    def steps(self, tokens: int) -> int:
+        """How many steps see so many tokens."""
+        return math.ceil(tokens / self.tokens_per_step)
 
     def step(self, step: int) -> Sequences:
         """All sequences of optimizer step 0, 1, ..."""

@@ -19,7 +19,7 @@ from converter.tokenizer import load_tokenizer, same_ids
 from converter.writer import parse_size
 
 #: Settings that change how a run is made and nothing about what it makes.
-_FREE = ("keep", "micro_batch", "save_every", "gradient_checkpointing", "teacher")
+_FREE = ("keep", "micro_batch", "save_every", "gradient_checkpointing", "teacher", "top_k")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,8 +42,9 @@ class Job:
         """What makes two runs the same. How many processes and micro-batches share a step changes nothing."""
         settings = {name: value for name, value in dataclasses.asdict(self.settings).items() if name not in _FREE}
         opened = {"converted": self.converted, "teacher": self.source}
-        files = {name: _stats(model) for name, model in opened.items() if model is not None}
-        return {"tool": __version__, **files, "text": texts.corpus.fingerprint, **settings}
+        files = {name: stats_of(model) for name, model in opened.items() if model is not None}
+        recorded = {"top_k": self.settings.top_k} if self.settings.teacher == "recorded" else {}
+        return {"tool": __version__, **files, "text": texts.corpus.fingerprint, **settings, **recorded}
 
 
 def heal_settings(converted: Path, recipe: str | None, overrides: Iterable[str]) -> HealSettings:
@@ -127,6 +128,7 @@ def _check_layers(student: SourceModel, source: SourceModel) -> None:
         )
 
 
-def _stats(model: SourceModel) -> dict[str, list[int]]:
+def stats_of(model: SourceModel) -> dict[str, list[int]]:
+    """Size and time of each file of a checkpoint, to know it again by."""
     stats = {file.name: file.stat() for file in model.checkpoint.all_files}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}

@@ -27,6 +27,7 @@ from converter.healing.batches import Batches, Sequences
 from converter.healing.losses import LossWeights
 from converter.healing.model import Answer, Student, Sums, Teacher
 from converter.healing.optimizer import rate_at, set_rate
+from converter.healing.recorded import RecordedTeacher
 from converter.healing.settings import HealSettings
 from converter.healing.snapshots import Snapshots
 from converter.healing.theta import ramp, set_theta
@@ -86,7 +87,7 @@ class Loop:
         student: Student,
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        teacher: Teacher | None,
+        teacher: Teacher | RecordedTeacher | None,
         batches: Batches,
         held_out: Sequences,
         thetas: tuple[float, float] | None = None,
@@ -94,7 +95,7 @@ class Loop:
         self.settings, self.accelerator = settings, accelerator
         self.student, self.module, self.optimizer, self.teacher = student, module, optimizer, teacher
         self.batches, self.held_out, self.thetas = batches, held_out, thetas
-        self.steps = math.ceil(settings.tokens / batches.tokens_per_step)
+        self.steps = batches.steps(settings.tokens)
         rows = settings.micro_batch // batches.context if settings.micro_batch else batches.sequences_per_step
         self._rows = max(1, rows)
         # The last step is at the final theta, whatever the ramp: that is what is exported.

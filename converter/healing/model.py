@@ -13,18 +13,20 @@ from transformers import PreTrainedModel
 
 from converter.healing.batches import IGNORE, Sequences
 from converter.healing.documents import run_packed, run_packed_layers
-from converter.healing.losses import Head, LossWeights, head_losses, hidden_state_loss
+from converter.healing.losses import Head, LossWeights, Top, head_losses, hidden_state_loss
 
 
 class Answer(NamedTuple):
     """What a teacher says about a batch: states (N, D) that its head reads, which of them count, and its head.
 
-    With `layers` instead, the states (S, T, D) after the embeddings and after each layer.
+    A recorded one has `top`, its likeliest tokens, in the place of states and head. With `layers` instead, the states
+    (S, T, D) after the embeddings and after each layer.
     """
 
     states: Tensor | None = None
     mask: Tensor | None = None
     head: Head | None = None
+    top: Top | None = None
     layers: tuple[Tensor, ...] = ()
 
 
@@ -100,6 +102,7 @@ class Student(nn.Module):
             weights=weights or self.weights,
             teacher=answer.states,
             teacher_head=answer.head,
+            teacher_top=answer.top,
             kl_mask=answer.mask,
         )
         return Sums(losses.total, losses.kl, losses.ce, answered.sum().float())

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from converter.healing.batches import Batches
+from converter.healing.batches import Batches, Sequences
 from converter.healing.documents import check_no_leak
+from converter.healing.job import stats_of
 from converter.healing.loop import Loop
 from converter.healing.losses import LossWeights
 from converter.healing.model import Student, Teacher
 from converter.healing.optimizer import adamw, parameter_groups
+from converter.healing.recorded import RecordedTeacher, folder_for
 from converter.healing.settings import HealSettings
 from converter.healing.teachers import place_teacher
 from converter.healing.texts import HealTexts, sequences_of
@@ -48,16 +51,31 @@ def roles_of(source: SourceModel) -> Roles:
 
 
 def make_loop(
-    learner: Learner, settings: HealSettings, texts: HealTexts, context: int, accelerator: Accelerator
+    learner: Learner,
+    settings: HealSettings,
+    texts: HealTexts,
+    context: int,
+    accelerator: Accelerator,
+    work: Path,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Loop:
-    """A run over sequences of `context` tokens. Raises VerificationError where packed documents see each other."""
+    """A run over sequences of `context` tokens; a recorded teacher's answers lie in the folder `work`.
+
+    Raises VerificationError where packed documents see each other.
+    """
     model = learner.model.train()
     without_dropout(model)
     if settings.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     check_no_leak(model)
-    teacher = _teacher(learner.source, settings, accelerator) if learner.source is not None else None
+    batches = Batches(texts.corpus, context, settings.sequences_per_step, settings.seed)
+    held_out = sequences_of(windows(texts.held_out, context, settings.evaluation_tokens), accelerator.num_processes)
+    teacher: Teacher | RecordedTeacher | None = None
+    if learner.source is not None and settings.teacher == "recorded":
+        teacher = _recorded(learner.source, settings, accelerator, batches, held_out, work, say)
+    elif learner.source is not None:
+        teacher = _teacher(learner.source, settings, accelerator)
     weights = LossWeights(settings.kl, settings.ce, settings.temperature, settings.direction)
     centred = learner.source is not None and learner.source.spec.norm is Norm.LAYERNORM
     student = Student(model, weights, centred)
@@ -65,18 +83,7 @@ def make_loop(
     thetas = None
     if learner.theta is not None and learner.theta != (theta := theta_of(model)):
         thetas = (theta, learner.theta)
-    held_out = windows(texts.held_out, context, settings.evaluation_tokens)
-    return Loop(
-        settings,
-        accelerator,
-        student,
-        module,
-        optimizer,
-        teacher,
-        Batches(texts.corpus, context, settings.sequences_per_step, settings.seed),
-        sequences_of(held_out, accelerator.num_processes),
-        thetas,
-    )
+    return Loop(settings, accelerator, student, module, optimizer, teacher, batches, held_out, thetas)
 
 
 def prepared(
@@ -101,5 +108,31 @@ def _teacher(source: SourceModel, settings: HealSettings, accelerator: Accelerat
     check_no_leak(model)
     if accelerator.mixed_precision == "bf16":
         model.to(torch.bfloat16)
-    place_teacher(model, settings.teacher, accelerator)
+    place_teacher(model, "whole" if settings.teacher == "recorded" else settings.teacher, accelerator)
     return Teacher(model, accelerator.autocast)
+
+
+def _recorded(
+    source: SourceModel,
+    settings: HealSettings,
+    accelerator: Accelerator,
+    batches: Batches,
+    held_out: Sequences,
+    work: Path,
+    say: Callable[[str], None],
+) -> RecordedTeacher:
+    """The source's answers to all that a run will ask, on disk; each process records those to its own share."""
+    folder = folder_for(work, stats_of(source), settings.top_k, settings.temperature)
+    teacher = RecordedTeacher(folder, settings.top_k, settings.temperature, source.spec.context)
+
+    def asked() -> Iterator[Sequences]:
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        rows = len(held_out.ids) // ranks
+        yield held_out.rows(slice(rank * rows, (rank + 1) * rows))
+        for step in range(batches.steps(settings.tokens)):
+            yield batches.share(step, rank, ranks)
+
+    teacher.record(lambda: _teacher(source, settings, accelerator), asked(), say)
+    accelerator.wait_for_everyone()
+    teacher.look()
+    return teacher

@@ -18,6 +18,7 @@ from converter.healing.job import Job, heal_settings, open_job
 from converter.healing.loop import Outcome, Watch
 from converter.healing.parts import Learner, make_loop, roles_of
 from converter.healing.processes import first, start
+from converter.healing.recorded import RECORDS
 from converter.healing.report import HealReport, write_reports
 from converter.healing.snapshots import Snapshots
 from converter.healing.texts import HealTexts, gather_heal_texts, listed
@@ -85,7 +86,7 @@ def heal(
         try:
             outcome, whole = _train(job, texts, accelerator, snapshots, output.partial, watch, resume)
         finally:
-            output.keep_partial = bool(snapshots.steps())
+            output.keep_partial = bool(snapshots.steps() or any(work.glob(RECORDS)))
         accelerator.free_memory()
         report = _report(job, texts, outcome, Path(target))
         if control or starts:
@@ -124,7 +125,7 @@ def _train(
 ) -> tuple[Outcome, bool]:
     """Train, and write the best weights; how it went, and whether each process had the whole model."""
     learner = Learner(load_transformers(job.converted), roles_of(job.converted), job.source, job.theta)
-    loop = make_loop(learner, job.settings, texts, job.context, accelerator)
+    loop = make_loop(learner, job.settings, texts, job.context, accelerator, folder / _WORK, watch.say)
     accelerator.init_trackers("heal", config=dataclasses.asdict(job.settings))
     try:
         outcome = loop.run(folder, snapshots, watch, resume)

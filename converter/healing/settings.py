@@ -18,6 +18,7 @@ _POSITIVE = (
     "rate_mlp",
     "keep",
     "evaluation_tokens",
+    "top_k",
 )
 
 
@@ -48,8 +49,10 @@ class HealSettings:
     micro_batch: int = 0
     gradient_checkpointing: bool = False
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    #: Where the frozen teacher lies: whole in each process, a shard in each, or in the memory of the CPU.
-    teacher: Literal["whole", "sharded", "offloaded"] = "whole"
+    #: Where the frozen teacher lies: whole in each process, a shard in each, or in the memory of the CPU. Or recorded:
+    #: it says its `top_k` likeliest tokens once, to the disk, and is gone before the training begins.
+    teacher: Literal["whole", "sharded", "offloaded", "recorded"] = "whole"
+    top_k: int = 64
 
     #: Peak learning rate of AdamW, and what the parts of a layer get of it.
     rate: float = 2e-4
@@ -90,6 +93,8 @@ class HealSettings:
                 raise ValueError(f"{name} must be more than 0")
         if min(self.kl, self.ce, self.weight_decay, self.clip, self.rope_theta, self.target) < 0:
             raise ValueError("weights and limits must not be negative")
+        if self.teacher == "recorded" and self.stage_one > 0:
+            raise ValueError("stage_one compares layers, and of a recorded teacher there are tokens only")
         if self.context == 1:
             raise ValueError("context must be at least 2, to leave a token to predict")
 

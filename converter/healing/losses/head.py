@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from converter.healing.batches import IGNORE
 from converter.healing.losses import liger
 from converter.healing.losses.cross_entropy import cross_entropy
-from converter.healing.losses.kl import Direction, kl_divergence
+from converter.healing.losses.kl import Direction, Top, filled, kl_divergence
 
 
 class _Sizes(NamedTuple):
@@ -70,32 +70,36 @@ def head_losses(
     weights: LossWeights,
     teacher: Tensor | None = None,
     teacher_head: Head | None = None,
+    teacher_top: Top | None = None,
     kl_mask: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> HeadLosses:
     """Sums of KL and cross-entropy over the tokens that have a target, and their weighted sum.
 
     `student` (N, D) and `teacher` (N, D') are the states that the heads read; both heads have the same
-    vocabulary. `targets` (N,) is the next token of each, already shifted, or IGNORE. `kl_mask` (N,) says
-    where the teacher has an answer; without a teacher the KL is 0. Matrix products are in autocast's dtype
-    where autocast is on; softmax, sums and the gradient of the head are in fp32.
+    vocabulary. `teacher_top` stands for the teacher's where its likeliest tokens are all that is known. `targets` (N,)
+    is the next token of each, already shifted, or IGNORE. `kl_mask` (N,) says where the teacher has an answer; without
+    a teacher the KL is 0. Matrix products are in autocast's dtype where autocast is on; softmax, sums and the gradient
+    of the head are in fp32.
     """
-    fused = liger.kernel() if student.is_cuda and teacher is None else None
+    fused = liger.kernel() if student.is_cuda and teacher is None and teacher_top is None else None
     if fused is not None and (targets != IGNORE).any():
         ce = liger.cross_entropy_sum(fused, student, *student_head, targets)
         return HeadLosses(weights.ce * ce, torch.zeros_like(ce), ce.detach())
     given = (student, student_head.weight, student_head.bias)
     wanted = [torch.is_grad_enabled() and each is not None and each.requires_grad for each in given]
-    answers = _Answers(teacher, teacher_head, kl_mask) if teacher is not None and teacher_head is not None else None
+    known = teacher_top is not None or (teacher is not None and teacher_head is not None)
+    answers = _Answers(teacher, teacher_head, teacher_top, kl_mask) if known else None
     chunk = chunk_tokens or max(1, _sizes(student).chunk // len(student_head.weight))
     return HeadLosses(*_ChunkedHead.apply(*given, targets, answers, weights, wanted, chunk))  # type: ignore[no-untyped-call]
 
 
 class _Answers(NamedTuple):
-    """The teacher's states, its head, and where it has an answer."""
+    """The teacher's states and its head, or its likeliest tokens, and where it has an answer."""
 
-    states: Tensor
-    head: Head
+    states: Tensor | None
+    head: Head | None
+    top: Top | None
     mask: Tensor | None
 
 
@@ -120,17 +124,22 @@ class _ChunkedHead(torch.autograd.Function):
         with torch.autocast(kind, enabled=False):
             gradients = _Gradients(student, weight, bias, wanted)
             head = _Logits(Head(weight, bias), dtype)
-            teacher_head = _Logits(answers.head, dtype) if answers else None
+            teacher_head = _Logits(answers.head, dtype) if answers and answers.head else None
             kl = ce = gradients.zero
             # Rows without a target cost nothing, and whatever is in them does no harm.
             for rows in torch.nonzero(targets != IGNORE)[:, 0].split(chunk):
                 logits = head(student[rows])
-                teacher_logits = teacher_head(answers.states[rows]) if answers and teacher_head else None
+                theirs = None
+                if answers is not None and teacher_head is not None and answers.states is not None:
+                    theirs = teacher_head(answers.states[rows])
                 for part in _parts(logits):
+                    told: Tensor | Top | None = None if theirs is None else theirs[part]
+                    if answers is not None and answers.top is not None:
+                        told = answers.top.rows(rows[part])
                     losses = _losses(
                         logits[part],
                         targets[rows[part]],
-                        None if teacher_logits is None else teacher_logits[part],
+                        told,
                         None if answers is None or answers.mask is None else answers.mask[rows[part]],
                         weights,
                     )
@@ -204,19 +213,22 @@ class _Gradients:
 
 
 def _losses(
-    logits: Tensor, targets: Tensor, teacher_logits: Tensor | None, answered: Tensor | None, weights: LossWeights
+    logits: Tensor, targets: Tensor, teacher: Tensor | Top | None, answered: Tensor | None, weights: LossWeights
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of KL and cross-entropy over some rows, and the gradient (n, V) of their weighted sum by the logits."""
+    """Sums of KL and cross-entropy over some rows, and the gradient (n, V) of their weighted sum by the logits.
+
+    `teacher` has its logits (n, V), or its likeliest tokens.
+    """
     t = weights.temperature
     log_q = logits.log_softmax(-1)
     ce, gradient = cross_entropy(log_q, targets)
     gradient *= weights.ce
-    if teacher_logits is None:
+    if teacher is None:
         return torch.zeros_like(ce).sum(), ce.sum(), gradient
     if t != 1.0:
         log_q = (logits / t).log_softmax(-1)
-        teacher_logits = teacher_logits / t
-    kl, kl_gradient = kl_divergence(log_q, teacher_logits.log_softmax(-1), weights.direction)
+    log_p = filled(teacher, log_q) if isinstance(teacher, Top) else (teacher / t).log_softmax(-1)
+    kl, kl_gradient = kl_divergence(log_q, log_p, weights.direction)
     if answered is not None:
         kl = kl.masked_fill(~answered, 0.0)
         kl_gradient.masked_fill_(~answered[:, None], 0.0)

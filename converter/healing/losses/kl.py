@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
 Direction = Literal["forward", "reverse"]
+
+
+@dataclass(frozen=True, eq=False)
+class Top:
+    """The k likeliest tokens of a teacher at the temperature of the loss: ids and log p, (N, k) each.
+
+    No NamedTuple: FSDP goes into those, and would round log p to the dtype of the parameters.
+    """
+
+    ids: Tensor
+    log_p: Tensor
+
+    def rows(self, chosen: Tensor) -> Top:
+        """Those of some tokens."""
+        return Top(self.ids[chosen], self.log_p[chosen])
+
+
+def filled(top: Top, log_q: Tensor) -> Tensor:
+    """log p (n, V) of all tokens from that of the k likeliest: the others share the rest as the student's do.
+
+    KL and gradient are then those between two distributions of k + 1 outcomes, the last one being "another token".
+    That is at most the KL over all tokens (the rest taken together tells less).
+    """
+    rest_q = log_q.scatter(-1, top.ids, -float("inf")).logsumexp(-1, keepdim=True)
+    rest_p = (1 - top.log_p.exp().sum(-1, keepdim=True)).clamp_min(1e-9).log()
+    return (log_q + (rest_p - rest_q)).scatter(-1, top.ids, top.log_p.to(log_q.dtype))
 
 
 def kl_divergence(log_q: Tensor, log_p: Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
