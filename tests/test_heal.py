@@ -229,6 +229,7 @@ def test_a_recorded_teacher_is_asked_once_and_says_the_same(run, healed, monkeyp
 def test_a_few_likeliest_tokens_teach_nearly_as_well(run, healed):
     few = run("few", "heal.teacher=recorded", "heal.top_k=8")
     assert few.best.kl < healed.best.kl  # less is known, so less can differ
+    assert "1 x KL to the source's top 8, rate" in (few.target / "README.md").read_text()
     gained, all_gained = (each.before.total.kl - each.after.total.kl for each in (few, healed))
     assert gained > 0.5 * all_gained
 

@@ -13,13 +13,17 @@ _HEALED, _SOURCE = "#c44e52", "#4c72b0"
 
 
 def draw_healing(
-    evaluations: Sequence[Evaluation], controls: Sequence[Control], after: Comparison | None, path: Path
+    evaluations: Sequence[Evaluation],
+    controls: Sequence[Control],
+    after: Comparison | None,
+    compared_with: str,
+    path: Path,
 ) -> None:
-    """Held-out loss, and KL to the source where it was measured, over the steps, as a PNG file."""
+    """Held-out loss, and KL to what it is `compared_with` where that was measured, over the steps, as a PNG file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = {"loss": "held-out loss", "kl": "KL to the source"}
+    panels = {"loss": "held-out loss", "kl": f"KL to {compared_with}"}
     if all(each.kl is None for each in evaluations):
         del panels["kl"]
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]

@@ -202,7 +202,7 @@ class Loop:
     @torch.no_grad()
     def _evaluate(self, step: int, metrics: _Metrics, watch: Watch) -> bool:
         """Measure on held-out text; whether it is the best so far."""
-        accelerator = self.accelerator
+        accelerator, settings = self.accelerator, self.settings
         both = LossWeights(kl=float(self.teacher is not None), ce=1.0)
         sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
         valid = 0
@@ -215,7 +215,7 @@ class Loop:
         self._evaluations.append(evaluation)
         figures = {"held_out_loss": evaluation.loss, "held_out_kl": evaluation.kl}
         self._note({"step": step} | {name: value for name, value in figures.items() if value is not None}, metrics)
-        of_kl = "" if evaluation.kl is None else f", KL to the source {evaluation.kl:.4f}"
+        of_kl = "" if evaluation.kl is None else f", KL to {settings.compared_with} {evaluation.kl:.4f}"
         watch.say(f"step {step} of {self.steps}: held-out loss {evaluation.loss:.4f}{of_kl}")
         return step > 0 and self._best_step() == step
 

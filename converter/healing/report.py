@@ -15,6 +15,7 @@ from rich.table import Table
 from converter.healing.control import Control
 from converter.healing.figures import draw_healing
 from converter.healing.loop import Evaluation
+from converter.healing.settings import HealSettings
 from converter.json_text import write_json
 from converter.report import comparison_table, markdown
 from converter.verification import Comparison
@@ -62,7 +63,7 @@ class HealReport:
 def evaluations_table(report: HealReport) -> Table:
     """Held-out figures as the run went on."""
     table = Table(title="Healing, nats per token on held-out text", title_justify="left")
-    for heading in ("step", "loss", "KL to source"):
+    for heading in ("step", "loss", f"KL to {_compared_with(report).removeprefix('the ')}"):
         table.add_column(heading, justify="right")
     for each in report.evaluations:
         table.add_row(f"{each.step}{' (kept)' if each == report.best else ''}", f"{each.loss:.4f}", _kl(each.kl))
@@ -102,6 +103,10 @@ def _rows(report: HealReport) -> Iterator[tuple[str, float, float | None, float 
         )
 
 
+def _compared_with(report: HealReport) -> str:
+    return HealSettings(**report.settings).compared_with
+
+
 def _kl(kl: float | None) -> str:
     return "" if kl is None else f"{kl:.4f}"
 
@@ -127,7 +132,7 @@ def write_reports(report: HealReport, converted: Path, folder: Path, theta: floa
     if (converted / "figures").is_dir():
         shutil.copytree(converted / "figures", figures, dirs_exist_ok=True)
     figures.mkdir(exist_ok=True)
-    draw_healing(report.evaluations, report.controls, report.after, figures / "healing.png")
+    draw_healing(report.evaluations, report.controls, report.after, _compared_with(report), figures / "healing.png")
     card = converted / "README.md"
     before = card.read_text(encoding="utf-8") if card.is_file() else f"# {folder.name}\n"
     (folder / "README.md").write_text(before + card_section(report), encoding="utf-8")
@@ -148,7 +153,7 @@ def _carry_record(report: HealReport, converted: Path, folder: Path, theta: floa
 def card_section(report: HealReport) -> str:
     """The model card's section about healing."""
     settings = report.settings
-    losses = {"KL to the source": settings["kl"], "cross-entropy": settings["ce"]}
+    losses = {f"KL to {_compared_with(report)}": settings["kl"], "cross-entropy": settings["ce"]}
     mix = " + ".join(f"{weight:g} x {name}" for name, weight in losses.items() if weight)
     parts = [
         "\n## Healing\n",

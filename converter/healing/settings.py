@@ -102,3 +102,8 @@ class HealSettings:
     def needs_teacher(self) -> bool:
         """Whether anything is learnt from the source."""
         return self.kl > 0 or self.stage_one > 0
+
+    @property
+    def compared_with(self) -> str:
+        """What the KL of a step or an evaluation is to. That to a few tokens is at most that to the source."""
+        return f"the source's top {self.top_k}" if self.teacher == "recorded" else "the source"
