@@ -213,7 +213,7 @@ def test_every_norm_moves_before_what_reads_it(spec: ModelSpec, states: Tensor) 
 
 def test_the_stream_is_brought_to_a_rms_of_one_and_nothing_else_changes(spec: ModelSpec, states: Tensor) -> None:
     block = random_block(spec, EMBEDDINGS)
-    moved = MOVE.apply(block, spec, EMBEDDINGS, Notes(EMBEDDINGS), Given(states))
+    moved = MOVE.apply(block, spec, EMBEDDINGS, Notes(EMBEDDINGS), Given(states, {EMBEDDINGS: block}))
     factor = float(moved["embed.weight"][0, 0] / block["embed.weight"][0, 0])
     assert factor == 2.0 ** round(torch.tensor(factor).log2().item())
     assert all(torch.equal(moved[role], factor * table) for role, table in block.items())
@@ -223,15 +223,14 @@ def test_the_stream_is_brought_to_a_rms_of_one_and_nothing_else_changes(spec: Mo
     after = []
     for scale in (1.0, 0.06):
         embeddings = Block({role: scale * table for role, table in block.items()})
-        factor = float(MOVE.apply(embeddings, spec, EMBEDDINGS, Notes(EMBEDDINGS), Given(states))["embed.weight"][0, 0])
-        factor /= float(embeddings["embed.weight"][0, 0])
-        stream = Given(factor * scale * states, {EMBEDDINGS: embeddings})
+        given = Given(states, {EMBEDDINGS: embeddings})
+        table = MOVE.apply(embeddings, spec, EMBEDDINGS, Notes(EMBEDDINGS), given)["embed.weight"]
+        stream = Given(scale * states * (table / embeddings["embed.weight"])[0, 0], given.blocks)
         notes = Notes(LAYER)
         result = MOVE.apply(layer, spec, LAYER, notes, stream)
         gains = result["attn_norm.weight"]
-        torch.testing.assert_close(
-            gains, gains.new_full(gains.shape, float((scale * states).std(-1, correction=0).mean()))
-        )
+        sizes = (scale * states).std(-1, correction=0)
+        torch.testing.assert_close(gains, sizes.mean().expand(gains.shape))
         after.append(notes.errors["the attention reads"])
     assert after[0] == pytest.approx(after[1], rel=1e-3)
 
@@ -239,7 +238,7 @@ def test_the_stream_is_brought_to_a_rms_of_one_and_nothing_else_changes(spec: Mo
 def test_sines_become_a_table(spec: ModelSpec, states: Tensor) -> None:
     sines = spec.replace(positions=Positions.SINUSOIDAL)
     block = random_block(sines, EMBEDDINGS)
-    moved = MOVE.apply(block, sines, EMBEDDINGS, Notes(EMBEDDINGS), Given(states))
+    moved = MOVE.apply(block, sines, EMBEDDINGS, Notes(EMBEDDINGS), Given(states, {EMBEDDINGS: block}))
     ids = torch.arange(2 * 9).view(2, 9)
     factor = moved["embed.weight"][0, 0] / block["embed.weight"][0, 0]
     given = reference.run_embeddings(block, sines, ids)

@@ -20,13 +20,13 @@ multiplied by c and whose bias takes a b. The last term is what a pre-LN model c
    norm whose one gain is their mean rms ("the attention reads"; in the layers after it that error is 0).
  - The last norm becomes the final one, exactly; its bias is for `fold_final_norm_bias`.
 
+The names in brackets are those of the relative errors that the op notes for each layer, fed with the stream of the
+model converted so far. `fit_blocks` takes back most of them: it compares what the next layer reads.
+
 The stream begins as the embeddings, and is as small as they are: .06 in a trained model whose later states have a rms
 of 1. Its scale is free, but what is trained afterwards feels it: writers of a twentieth of their size move by 7 % a
 step of healing, and eps weighs in norms that read a square of .004. So the embeddings are brought to a rms of 1 by a
 power of two, which rounds nothing, and the writers follow.
-
-The names in brackets are those of the relative errors that the op notes for each layer, fed with the stream of the
-model converted so far. `fit_blocks` takes back most of them: it compares what the next layer reads.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PostLNToPreLN(Op):
             shapes, some = block_shapes(self.change(spec), ref), next(iter(block.values()))
             return Block({role: block[role] if role in block else some.new_empty(shapes[role]) for role in shapes})
         if ref.kind == "embeddings":
-            return _scaled_embeddings(block, spec)
+            return _scaled_embeddings(block, spec, _stream_scale(calibration))
         if ref.kind == "head":
             return Block({**last_norm(spec.num_layers, calibration), **block})
         layer = _Layer(block, spec, ref.index, calibration, self.change(spec))
@@ -98,22 +98,21 @@ class PostLNToPreLN(Op):
         return layer.result
 
 
-def _scaled_embeddings(block: Block, spec: ModelSpec) -> Block:
-    """The embeddings without their norm, at a rms of about 1; positions of sines become a table."""
+def _scaled_embeddings(block: Block, spec: ModelSpec, scale: float) -> Block:
+    """The embeddings times `scale`, without their norm; positions of sines become a table."""
     from converter.model import position_table
 
-    scale = _stream_scale(block)
     tables = {"embed.weight": block["embed.weight"]}
     if spec.absolute_positions:
         tables["positions.weight"] = position_table(block, spec)
     return Block({role: scale * table for role, table in tables.items()})
 
 
-def _stream_scale(embeddings: Block) -> float:
-    """The power of two that brings token embeddings nearest to a rms of 1."""
+def _stream_scale(calibration: Calibration) -> float:
+    """The power of two that brings the source's token embeddings nearest to a rms of 1."""
     import torch
 
-    table = embeddings["embed.weight"]
+    table = calibration.source_block(EMBEDDINGS)["embed.weight"]
     rms = float(torch.linalg.vector_norm(table, dtype=torch.float64)) / math.sqrt(table.numel())
     return 2.0 ** -round(math.log2(rms)) if rms > 0 and math.isfinite(rms) else 1.0
 
@@ -144,7 +143,7 @@ class _Layer:
         #: The last factor c.
         self.factor = 1.0
         #: What bare embeddings are multiplied by where they are the stream.
-        self.embedded = _stream_scale(self.calibration.source_block(EMBEDDINGS)) if self.bare else 1.0
+        self.embedded = _stream_scale(self.calibration) if self.bare else 1.0
 
     @property
     def bare(self) -> bool:
