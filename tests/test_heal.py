@@ -224,6 +224,8 @@ def test_a_recorded_teacher_is_asked_once_and_says_the_same(run, healed, monkeyp
     assert training_losses(report.target) == pytest.approx(training_losses(healed.target), rel=1e-4)
     with pytest.raises(RecipeError, match="tokens only"):
         run("staged", "heal.teacher=recorded", "heal.stage_one=0.5")
+    with pytest.raises(RecipeError, match="temperature must be 1"):
+        run("warm", "heal.teacher=recorded", "heal.temperature=2")
 
 
 def test_a_few_likeliest_tokens_teach_nearly_as_well(run, healed):

@@ -122,8 +122,8 @@ def _recorded(
     say: Callable[[str], None],
 ) -> RecordedTeacher:
     """The source's answers to all that a run will ask, on disk; each process records those to its own share."""
-    folder = folder_for(work, stats_of(source), settings.top_k, settings.temperature)
-    teacher = RecordedTeacher(folder, settings.top_k, settings.temperature, source.spec.context)
+    folder = folder_for(work, stats_of(source), settings.top_k)
+    teacher = RecordedTeacher(folder, settings.top_k, source.spec.context)
 
     def asked() -> Iterator[Sequences]:
         rank, ranks = accelerator.process_index, accelerator.num_processes

@@ -33,10 +33,10 @@ _LOGITS = 1 << 24
 
 
 class RecordedTeacher:
-    """What a teacher said, from the files in `folder`: the `k` likeliest tokens at `temperature`, as log p."""
+    """What a teacher said, from the files in `folder`: the `k` likeliest tokens, as log p."""
 
-    def __init__(self, folder: Path, k: int, temperature: float, context: int) -> None:
-        self._folder, self.k, self._temperature, self._context = folder, k, temperature, context
+    def __init__(self, folder: Path, k: int, context: int) -> None:
+        self._folder, self.k, self._context = folder, k, context
         self._places: dict[bytes, tuple[Path, int]] = {}
 
     def __call__(self, sequences: Sequences, layers: bool = False) -> Answer:
@@ -94,7 +94,7 @@ class RecordedTeacher:
         assert answer.states is not None
         assert answer.head is not None
         parts = [
-            _likeliest(states, answer.head, self.k, self._temperature)
+            _likeliest(states, answer.head, self.k)
             for states in answer.states.split(max(1, _LOGITS // len(answer.head.weight)))
         ]
         ids, log_p = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
@@ -117,15 +117,15 @@ class RecordedTeacher:
         return ids, log_p
 
 
-def folder_for(work: Path, teacher: object, k: int, temperature: float) -> Path:
+def folder_for(work: Path, teacher: object, k: int) -> Path:
     """Where the answers of one teacher lie; `teacher` is what tells it from others, as plain values."""
-    told = json.dumps([teacher, k, temperature], sort_keys=True)
+    told = json.dumps([teacher, k], sort_keys=True)
     return work / f"teacher-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 
 
-def _likeliest(states: Tensor, head: Head, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+def _likeliest(states: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
     """Ids and log p (n, k) of the likeliest tokens after states (n, D)."""
-    logits = torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).float() / temperature
+    logits = torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).float()
     top = logits.topk(min(k, logits.shape[-1]), dim=-1)
     return top.indices, top.values - logits.logsumexp(dim=-1, keepdim=True)
 

@@ -95,6 +95,10 @@ class HealSettings:
             raise ValueError("weights and limits must not be negative")
         if self.teacher == "recorded" and self.stage_one > 0:
             raise ValueError("stage_one compares layers, and of a recorded teacher there are tokens only")
+        if self.teacher == "recorded" and self.temperature != 1.0:
+            raise ValueError(
+                "temperature must be 1 with a recorded teacher: what is left beside top_k is known at 1 only"
+            )
         if self.context == 1:
             raise ValueError("context must be at least 2, to leave a token to predict")
 

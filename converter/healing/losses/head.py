@@ -227,7 +227,8 @@ def _losses(
         return torch.zeros_like(ce).sum(), ce.sum(), gradient
     if t != 1.0:
         log_q = (logits / t).log_softmax(-1)
-    log_p = filled(teacher, log_q) if isinstance(teacher, Top) else (teacher / t).log_softmax(-1)
+        teacher = teacher if isinstance(teacher, Top) else teacher / t
+    log_p = filled(teacher, log_q) if isinstance(teacher, Top) else teacher.log_softmax(-1)
     kl, kl_gradient = kl_divergence(log_q, log_p, weights.direction)
     if answered is not None:
         kl = kl.masked_fill(~answered, 0.0)
