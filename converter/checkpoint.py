@@ -120,6 +120,11 @@ class Checkpoint:
         """The config, the index where there is one, and every weight file."""
         return list(dict.fromkeys([*self._described_by, *self.files]))
 
+    def stats(self) -> dict[str, list[int]]:
+        """Size and time of all files, to know an untouched checkpoint again by."""
+        stats = {file.name: file.stat() for file in self.all_files}
+        return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
     def sha256(self) -> dict[str, str]:
         """Hex digest of all files, by name relative to the folder."""
         return {file.relative_to(self.path).as_posix(): _sha256(file) for file in self.all_files}

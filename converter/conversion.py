@@ -158,13 +158,11 @@ def convert(
 
 def _fingerprint(plan: Plan, texts: Texts | None, shard_size: int, verify: bool) -> dict[str, Any]:
     """What makes two runs the same conversion."""
-    stats = {file.name: file.stat() for file in plan.source.checkpoint.all_files}
-    files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
     windows = [texts.calibration, texts.evaluation] if texts else []
     digests = [hashlib.sha256(w.ids.tobytes() + w.lengths.tobytes()).hexdigest() for w in windows if w is not None]
     return {
         "tool": __version__,
-        "source": files,
+        "source": plan.source.checkpoint.stats(),
         "recipe": plan.recipe.to_yaml(),
         "text": digests,
         "shards": shard_size,

@@ -13,7 +13,7 @@ from walks import EXACT, source, walk
 from converter.errors import RecipeError
 from converter.ops import Block, Calibration, Notes, Op
 from converter.ops.drop_final_norm_bias import DropFinalNormBias
-from converter.ops.fit_blocks import FitBlocks, _metric, _reading, _schedule, _selections
+from converter.ops.fit_blocks import FitBlocks, _Metric, _reading, _schedule, _selections
 from converter.ops.gelu_to_swiglu import GeluToSwiglu
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
 from converter.recipe import load_recipe
@@ -85,16 +85,16 @@ def test_the_metric_turns_large_errors_down_and_what_is_read_up() -> None:
     generator = torch.Generator().manual_seed(0)
     root = torch.randn(size, size, generator=generator, dtype=torch.float64)
     covariance = root.T @ root
-    torch.testing.assert_close(_metric(covariance, None), _metric(covariance, torch.eye(size, dtype=torch.float64)))
-    torch.testing.assert_close(_metric(7 * covariance, None), _metric(covariance, None))
+    torch.testing.assert_close(_Metric(None)(covariance), _Metric(torch.eye(size, dtype=torch.float64))(covariance))
+    torch.testing.assert_close(_Metric(None)(7 * covariance), _Metric(None)(covariance))
     large, vectors = torch.linalg.eigh(covariance)
-    weights = (vectors.T @ _metric(covariance, None) @ vectors).diagonal()
+    weights = (vectors.T @ _Metric(None)(covariance) @ vectors).diagonal()
     torch.testing.assert_close(weights, 1 / (1 + large / large.mean()))
     # Read n times as strongly, a direction weighs the more, and e L under the plain metric is the same as e under R's.
     reading = torch.diag(torch.tensor([9.0, 1, 1, 1, 1, 1], dtype=torch.float64))
     factor = reading.sqrt()
     read = factor @ covariance @ factor
-    torch.testing.assert_close(_metric(covariance, reading), factor @ _metric(read, None) @ factor)
+    torch.testing.assert_close(_Metric(reading)(covariance), factor @ _Metric(None)(read) @ factor)
 
 
 def test_what_the_next_attention_reads_counts_where_the_norms_were_moved(tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ class Sequences:
         """Some of the rows."""
         return Sequences(self.ids[chosen], self.documents[chosen], self.positions[chosen], self.targets[chosen])
 
+    def share(self, rank: int, ranks: int) -> Sequences:
+        """A rank's own rows, as many on every rank."""
+        size, rest = divmod(len(self.ids), ranks)
+        assert rest == 0, "held-out sequences are padded to a multiple of the ranks"
+        return self.rows(slice(rank * size, (rank + 1) * size))
+
     def to(self, device: torch.device | str) -> Sequences:
         """The same on a device."""
         tensors = (self.ids, self.documents, self.positions, self.targets)

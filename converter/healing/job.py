@@ -42,7 +42,7 @@ class Job:
         """What makes two runs the same. How many processes and micro-batches share a step changes nothing."""
         settings = {name: value for name, value in dataclasses.asdict(self.settings).items() if name not in _FREE}
         opened = {"converted": self.converted, "teacher": self.source}
-        files = {name: stats_of(model) for name, model in opened.items() if model is not None}
+        files = {name: model.checkpoint.stats() for name, model in opened.items() if model is not None}
         recorded = {"top_k": self.settings.top_k} if self.settings.teacher == "recorded" else {}
         return {"tool": __version__, **files, "text": texts.corpus.fingerprint, **settings, **recorded}
 
@@ -126,9 +126,3 @@ def _check_layers(student: SourceModel, source: SourceModel) -> None:
             where="heal.stage_one",
             fix="Set heal.stage_one to 0",
         )
-
-
-def stats_of(model: SourceModel) -> dict[str, list[int]]:
-    """Size and time of each file of a checkpoint, to know it again by."""
-    stats = {file.name: file.stat() for file in model.checkpoint.all_files}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}

@@ -206,7 +206,8 @@ class Loop:
         both = LossWeights(kl=float(self.teacher is not None), ce=1.0)
         sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
         valid = 0
-        for micro_batch in self._share(self.held_out).split(self._rows):
+        share = self.held_out.share(accelerator.process_index, accelerator.num_processes)
+        for micro_batch in share.split(self._rows):
             found = self._losses(micro_batch, weights=both)
             sums += torch.stack([each.double() for each in found])
             valid += micro_batch.valid
@@ -224,13 +225,6 @@ class Loop:
         metrics.write(record)
         values = {name: value for name, value in record.items() if name != "step"}
         self.accelerator.log(values, step=int(record["step"]))
-
-    def _share(self, sequences: Sequences) -> Sequences:
-        """This rank's rows of held-out sequences, as many on every rank."""
-        rows, rest = divmod(len(sequences.ids), self.accelerator.num_processes)
-        assert rest == 0, "held-out sequences are padded to a multiple of the ranks"
-        first = self.accelerator.process_index * rows
-        return sequences.rows(slice(first, first + rows))
 
     def _objective(self, evaluation: Evaluation) -> float:
         """What the run minimises, on held-out text."""

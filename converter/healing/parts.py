@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from converter.healing.batches import Batches, Sequences
 from converter.healing.documents import check_no_leak
-from converter.healing.job import stats_of
 from converter.healing.loop import Loop
 from converter.healing.losses import LossWeights
 from converter.healing.model import Student, Teacher
@@ -122,13 +121,12 @@ def _recorded(
     say: Callable[[str], None],
 ) -> RecordedTeacher:
     """The source's answers to all that a run will ask, on disk; each process records those to its own share."""
-    folder = folder_for(work, stats_of(source), settings.top_k)
+    folder = folder_for(work, source.checkpoint.stats(), settings.top_k)
     teacher = RecordedTeacher(folder, settings.top_k, source.spec.context)
 
     def asked() -> Iterator[Sequences]:
         rank, ranks = accelerator.process_index, accelerator.num_processes
-        rows = len(held_out.ids) // ranks
-        yield held_out.rows(slice(rank * rows, (rank + 1) * rows))
+        yield held_out.share(rank, ranks)
         for step in range(batches.steps(settings.tokens)):
             yield batches.share(step, rank, ranks)
 

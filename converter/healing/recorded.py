@@ -13,6 +13,7 @@ import json
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -37,13 +38,16 @@ class RecordedTeacher:
 
     def __init__(self, folder: Path, k: int, context: int) -> None:
         self._folder, self.k, self._context = folder, k, context
-        self._places: dict[bytes, tuple[Path, int]] = {}
+        self._places: dict[bytes, tuple[Any, int]] = {}  # an open file, and the row in it
 
     def __call__(self, sequences: Sequences, layers: bool = False) -> Answer:
         """Its answers for a batch, all of which it was asked before."""
         assert not layers, "states of layers are not recorded"
-        found = [self._read(*self._places[digest]) for digest in _digests(sequences)]
-        ids, log_p = (torch.cat(each).to(sequences.ids.device) for each in zip(*found, strict=True))
+        places = [self._places[digest] for digest in _digests(sequences)]
+        ids, log_p = (
+            torch.cat([file.get_slice(name)[row] for file, row in places]).to(sequences.ids.device)
+            for name in ("ids", "log_p")
+        )
         return Answer(mask=sequences.positions.flatten() < self._context, top=Top(ids.long(), log_p))
 
     def record(self, load: Callable[[], Teacher], asked: Iterable[Sequences], say: Callable[[str], None]) -> None:
@@ -57,12 +61,12 @@ class RecordedTeacher:
             self._folder.mkdir(parents=True, exist_ok=True)
             waiting: list[tuple[bytes, Tensor, Tensor]] = []
             size = 0
-            for row in self._missing(asked):
+            for digest, row in self._missing(asked):
                 if teacher is None:
                     say(f"Recording the teacher's {self.k} likeliest tokens at every place of the text.")
                     teacher = load()
                 ids, log_p = self._ask(teacher, row)
-                waiting.append((_digests(row)[0], ids, log_p))
+                waiting.append((digest, ids, log_p))
                 size += ids.nbytes + log_p.nbytes
                 if size >= _FILE:
                     self._write(waiting)
@@ -74,18 +78,18 @@ class RecordedTeacher:
         """Find out what is in the files."""
         self._places = {}
         for file in sorted(self._folder.glob("*.safetensors")):
-            with safe_open(file, "pt") as opened:
-                for place, digest in enumerate(opened.get_tensor("digests")):
-                    self._places[bytes(digest.tolist())] = file, place
+            opened: Any = safe_open(file, "pt")
+            for row, digest in enumerate(opened.get_tensor("digests")):
+                self._places[bytes(digest.tolist())] = opened, row
 
-    def _missing(self, asked: Iterable[Sequences]) -> Iterator[Sequences]:
-        """Each row that has no answer, once."""
+    def _missing(self, asked: Iterable[Sequences]) -> Iterator[tuple[bytes, Sequences]]:
+        """Each row that has no answer, once, and its digest."""
         known = set(self._places)
         for sequences in asked:
             for row, digest in zip(sequences.split(1), _digests(sequences), strict=True):
                 if digest not in known:
                     known.add(digest)
-                    yield row
+                    yield digest, row
 
     @torch.no_grad()
     def _ask(self, teacher: Teacher, row: Sequences) -> tuple[Tensor, Tensor]:
@@ -110,11 +114,6 @@ class RecordedTeacher:
         save_file(tensors, partial)
         fsync(partial)
         partial.rename(final)
-
-    def _read(self, file: Path, place: int) -> tuple[Tensor, Tensor]:
-        with safe_open(file, "pt") as opened:
-            ids, log_p = (opened.get_slice(name)[place] for name in ("ids", "log_p"))
-        return ids, log_p
 
 
 def folder_for(work: Path, teacher: object, k: int) -> Path:

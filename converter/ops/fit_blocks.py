@@ -122,7 +122,7 @@ class FitBlocks(Op):
             for role, tensor in parameters.items()
         ]
         optimizer = torch.optim.Adam(groups, lr=self.rate, betas=(0.9, 0.99), fused=True)
-        reading = _reading(spec, layer, calibration)
+        metric_for = _Metric(_reading(spec, layer, calibration))
         covariance: Tensor | None = None
         metric: Tensor | None = None
         for step, rows in enumerate(_selections(calibration.count, self.sequences, steps, self.seed, layer)):
@@ -142,7 +142,7 @@ class FitBlocks(Op):
             optimizer.zero_grad()
             covariance = squares if covariance is None else covariance.lerp(squares, _NEWEST)
             if step % _INVERSION == 0:
-                metric = _metric(covariance, reading)
+                metric = metric_for(covariance)
             yield float(squares.trace())
 
 
@@ -165,16 +165,24 @@ def _reading(spec: ModelSpec, layer: int, calibration: Calibration) -> Tensor | 
     return result
 
 
-def _metric(covariance: Tensor, reading: Tensor | None) -> Tensor:
-    """(R^-1 + S / s)^-1 for S and R (D, D), s being the mean of RS's diagonal."""
-    import torch
+class _Metric:
+    """(R^-1 + S / s)^-1 for one R and any S (D, D), s being the mean of RS's diagonal."""
 
-    if reading is None:
-        unread, scale = torch.eye(len(covariance)).to(covariance), covariance.diagonal().mean()
-    else:
-        unread, scale = torch.linalg.inv(reading), (reading * covariance).sum() / len(reading)
-    metric: Tensor = torch.linalg.inv(covariance / scale.clamp_min(1e-30) + unread)
-    return metric
+    def __init__(self, reading: Tensor | None) -> None:
+        import torch
+
+        self._reading = reading
+        self._unread = None if reading is None else torch.linalg.inv(reading)
+
+    def __call__(self, covariance: Tensor) -> Tensor:
+        import torch
+
+        if self._reading is None or self._unread is None:
+            unread, scale = torch.eye(len(covariance)).to(covariance), covariance.diagonal().mean()
+        else:
+            unread, scale = self._unread, (self._reading * covariance).sum() / len(covariance)
+        metric: Tensor = torch.linalg.inv(covariance / scale.clamp_min(1e-30) + unread)
+        return metric
 
 
 def _schedule(step: int, steps: int) -> float:

@@ -129,17 +129,12 @@ class _ChunkedHead(torch.autograd.Function):
             # Rows without a target cost nothing, and whatever is in them does no harm.
             for rows in torch.nonzero(targets != IGNORE)[:, 0].split(chunk):
                 logits = head(student[rows])
-                theirs = None
-                if answers is not None and teacher_head is not None and answers.states is not None:
-                    theirs = teacher_head(answers.states[rows])
+                theirs = _told(answers, teacher_head, rows)
                 for part in _parts(logits):
-                    told: Tensor | Top | None = None if theirs is None else theirs[part]
-                    if answers is not None and answers.top is not None:
-                        told = answers.top.rows(rows[part])
                     losses = _losses(
                         logits[part],
                         targets[rows[part]],
-                        told,
+                        None if theirs is None else theirs[part],
                         None if answers is None or answers.mask is None else answers.mask[rows[part]],
                         weights,
                     )
@@ -210,6 +205,17 @@ class _Gradients:
         """Each gradient times a factor, in the dtype of what it belongs to."""
         pairs = zip((self._student, self._weight, self._bias), self._like, strict=True)
         return [None if sums is None or like is None else sums.mul_(factor).to(like.dtype) for sums, like in pairs]
+
+
+def _told(answers: _Answers | None, head: _Logits | None, rows: Tensor) -> Tensor | Top | None:
+    """What the teacher says about some rows: its likeliest tokens, or all logits."""
+    if answers is None:
+        return None
+    if answers.top is not None:
+        return answers.top[rows]
+    assert answers.states is not None
+    assert head is not None
+    return head(answers.states[rows])
 
 
 def _losses(

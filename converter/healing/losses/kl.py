@@ -20,7 +20,7 @@ class Top:
     ids: Tensor
     log_p: Tensor
 
-    def rows(self, chosen: Tensor) -> Top:
+    def __getitem__(self, chosen: Tensor | slice) -> Top:
         """Those of some tokens."""
         return Top(self.ids[chosen], self.log_p[chosen])
 
