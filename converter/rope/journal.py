@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,9 +136,13 @@ class Journal:
     def apply(self, moves: list[Move], *, untouched: bool) -> None:
         """Write the new bytes, made from those of the files if these are `untouched`, else from the old ones."""
         buffer = aligned_buffer(PIECE)
-        for old, target, place, move in self._opened(moves):
-            source, start = (target, move.start) if untouched else (old, place)
-            move.apply(target, source, start, buffer)
+        with ThreadPoolExecutor(1) as pool:  # the disk writes what is there while the next rows are gathered
+            syncing: Future[None] | None = None
+            for old, target, place, move in self._opened(moves):
+                source, start = (target, move.start) if untouched else (old, place)
+                move.apply(target, source, start, buffer)
+                if syncing is None or syncing.done():
+                    syncing = pool.submit(fsync, move.file)
 
     def put_back(self, plan: Plan) -> None:
         """Restore every byte that the plan changes, and the stamp; then there is no journal."""
