@@ -21,13 +21,19 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
-# Minutes: a second virtual environment with transformers 4.57, real checkpoints, figures.
-slow: setup $(VENV)-old/.ready
-	CONVERTER_OLD_PYTHON=$(VENV)-old/bin/python $(BIN)/python -m pytest -m slow
+# Minutes: virtual environments with transformers 4.57 and with DeepSpeed, real checkpoints, figures.
+slow: setup $(VENV)-old/.ready $(VENV)-zero/.ready
+	CONVERTER_OLD_PYTHON=$(VENV)-old/bin/python CONVERTER_ZERO_PYTHON=$(VENV)-zero/bin/python \
+		$(BIN)/python -m pytest -m slow
 
 $(VENV)-old/.ready:
 	$(PYTHON) -m venv $(VENV)-old
 	$(VENV)-old/bin/pip install --quiet torch==2.13.0 'transformers==4.57.*'
+	touch $@
+
+$(VENV)-zero/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-zero
+	$(VENV)-zero/bin/pip install --quiet --constraint constraints.txt --editable '.[deepspeed]'
 	touch $@
 
 lint: setup
@@ -36,4 +42,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VENV)-old demo-output build *.egg-info
+	rm -rf $(VENV) $(VENV)-old $(VENV)-zero demo-output build *.egg-info

@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType
 
 from converter.errors import CheckpointError, ConverterError, RecipeError, UnsupportedError
 from converter.healing.loop import InterruptedRunError
+from converter.healing.model import Teacher
 from converter.healing.optimizer import parameter_groups, rate_at
 from converter.healing.processes import check_launch
 from converter.healing.recorded import RecordedTeacher, _digests
@@ -281,6 +282,17 @@ def test_autocast_to_bf16_keeps_fp32_weights(run, healed):
     assert all(tensor.dtype == torch.float32 for tensor in weights(report.target).values())
     assert report.best.kl == pytest.approx(healed.best.kl, rel=0.05)
     assert report.best.kl != healed.best.kl
+
+
+def test_a_teacher_in_bf16_keeps_its_angles(run, tmp_path, monkeypatch):
+    """Its frequencies, rounded with its weights, would be .4 % off: from position 800 on by a whole radian."""
+    seen = []
+    ask = Teacher.__call__
+    monkeypatch.setattr(Teacher, "__call__", lambda self, *inputs: seen.append(self.model) or ask(self, *inputs))
+    teacher = models.llama(seed=3)
+    run("rotary", "heal.precision=bfloat16", teacher=models.save(teacher, tmp_path / "teacher"))
+    assert {parameter.dtype for parameter in seen[0].parameters()} == {torch.bfloat16}
+    assert torch.equal(seen[0].model.rotary_emb.inv_freq, teacher.model.rotary_emb.inv_freq)
 
 
 def test_a_tied_head_stays_tied(run, tmp_path):

@@ -72,11 +72,16 @@ def two(jobs, one, tmp_path_factory):
     assert code == 0, said[-4000:]
 
 
-def launch(*arguments):
+def launch(*arguments, python=sys.executable, **environment):
     """Run a Python module with these arguments on one thread a process; its exit code and what it said."""
-    command = [sys.executable, "-m", *map(str, arguments)]
+    command = [python, "-m", *map(str, arguments)]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300, check=False
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        timeout=600,
+        check=False,
     )
     return done.returncode, done.stderr
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from converter.errors import CheckpointError, UnsupportedError
 from converter.json_text import write_json
@@ -17,9 +16,6 @@ from converter.safetensors_file import Layout
 from converter.source import SourceModel
 from converter.tokenizer import load_tokenizer, same_ids, write_tokenizer
 from converter.writer import CheckpointWriter
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def check_exportable(source: SourceModel) -> None:
@@ -62,18 +58,15 @@ def layout_of(source: SourceModel, dtype: DtypeName) -> dict[str, Layout]:
 
 
 def export_weights(
-    model: PreTrainedModel, layout: Mapping[str, Layout], folder: Path | None, max_shard_size: int
+    gathered: Callable[[str], Tensor], layout: Mapping[str, Layout], folder: Path | None, max_shard_size: int
 ) -> None:
     """Write the weights tensor by tensor; all processes take part, and the one with a `folder` writes.
 
-    A sharded tensor is gathered when its turn comes: no process ever holds the whole model.
+    Each tensor is gathered when its turn comes: no process ever holds the whole model.
     """
     writer = CheckpointWriter(folder, layout, max_shard_size) if folder is not None else None
-    state = model.state_dict(keep_vars=True)
     for name, (_, dtype) in layout.items():
-        tensor: Tensor = state[name].detach()
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+        tensor = gathered(name)
         if writer is not None:
             writer.write(name, tensor.to("cpu", getattr(torch, dtype)))
     if writer is not None:

@@ -13,8 +13,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -25,12 +26,13 @@ from accelerate import Accelerator
 from converter.errors import ConverterError
 from converter.healing.batches import Batches, Sequences
 from converter.healing.losses import LossWeights
-from converter.healing.model import Answer, Student, Sums, Teacher
+from converter.healing.model import Answer, Sums, Teacher
 from converter.healing.optimizer import rate_at, set_rate
 from converter.healing.recorded import RecordedTeacher
 from converter.healing.settings import HealSettings
 from converter.healing.snapshots import Snapshots
 from converter.healing.theta import ramp, set_theta
+from converter.healing.trainee import Trainee
 from converter.json_text import to_json
 
 #: Steps in a row without a finite gradient after which a run is over.
@@ -78,22 +80,20 @@ class Outcome:
 
 
 class Loop:
-    """One run over prepared parts: `module` and `optimizer` are accelerate's, `student` is what `module` wraps."""
+    """One run over prepared parts."""
 
     def __init__(
         self,
         settings: HealSettings,
         accelerator: Accelerator,
-        student: Student,
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        trainee: Trainee,
         teacher: Teacher | RecordedTeacher | None,
         batches: Batches,
         held_out: Sequences,
         thetas: tuple[float, float] | None = None,
     ) -> None:
         self.settings, self.accelerator = settings, accelerator
-        self.student, self.module, self.optimizer, self.teacher = student, module, optimizer, teacher
+        self.trainee, self.student, self.teacher = trainee, trainee.student, teacher
         self.batches, self.held_out, self.thetas = batches, held_out, thetas
         self.steps = batches.steps(settings.tokens)
         rows = settings.micro_batch // batches.context if settings.micro_batch else batches.sequences_per_step
@@ -125,14 +125,14 @@ class Loop:
                 if self._due(step, self.settings.evaluate_every) or step == self.steps:
                     improved = self._evaluate(step, metrics, watch)
                 if improved or stop or step == self.steps or self._due(step, self.settings.save_every):
-                    snapshots.save(step, self._state(), self.module, self.optimizer, best=self._best_step())
+                    snapshots.save(step, self._state(), self.trainee, best=self._best_step())
                 if stop:
                     raise InterruptedRunError(
                         f"stopped after step {step} of {self.steps}", fix="Repeat the command with --resume to go on"
                     )
         best = min(self._counting(), key=self._objective)
         if best.step != step:
-            snapshots.load_model(best.step, self.module)
+            snapshots.load_weights(best.step, self.trainee)
         tokens = step * self.batches.tokens_per_step
         return Outcome(self._evaluations, best, step, tokens, self._skipped, tokens / self._seconds)
 
@@ -142,7 +142,7 @@ class Loop:
         if self.thetas is not None:
             set_theta(self.student.model, ramp(*self.thetas, step, self._ramp_steps))
         rate = rate_at(step, self.steps, settings)
-        set_rate(self.optimizer, rate)
+        set_rate(self.trainee.optimizer, rate)
         share = self.batches.share(step, accelerator.process_index, accelerator.num_processes)
         (valid,) = self._over_ranks(share.valid)
         # DDP and FSDP average gradients over ranks, and a sum is wanted.
@@ -151,13 +151,11 @@ class Loop:
         sums = torch.zeros(4, device=accelerator.device)
         micro_batches = list(share.split(self._rows))
         for number, micro_batch in enumerate(micro_batches, start=1):
-            last = number == len(micro_batches)
-            with nullcontext() if last else accelerator.no_sync(self.module):
-                found = self._losses(micro_batch, layers)
-                accelerator.backward(found.total * scale)
+            losses = partial(self._losses, micro_batch, layers)
+            found = self.trainee.add_gradient(losses, scale, last=number == len(micro_batches))
             sums += torch.stack([each.detach().float() for each in found])
-        norm = float(accelerator.clip_grad_norm_(self.module.parameters(), settings.clip or math.inf))
-        self._update(norm)
+        norm = self.trainee.step()
+        self._count(norm)
         total, kl, ce, kl_tokens, stops = self._over_ranks(*sums.tolist(), told_to_stop())
         seconds = time.perf_counter() - started
         self._seconds += seconds
@@ -174,15 +172,13 @@ class Loop:
         }
         return record, stops > 0
 
-    def _update(self, norm: float) -> None:
-        """Apply the gradient, unless it is not finite: one bad batch must not cost the run, many mean it is lost."""
+    def _count(self, norm: float) -> None:
+        """Count a step that was not taken: one bad batch must not cost the run, many mean it is lost."""
         if math.isfinite(norm):
-            self.optimizer.step()
             self._in_a_row = 0
         else:
             self._skipped += 1
             self._in_a_row += 1
-        self.optimizer.zero_grad()
         if self._in_a_row >= _HOPELESS:
             raise ConverterError(
                 f"the gradients of {_HOPELESS} steps in a row were not finite",
@@ -196,7 +192,7 @@ class Loop:
         if self.teacher is not None and (layers or (weights or self.student.weights).kl > 0):
             answer = self.teacher(sequences, layers)
         tensors = (sequences.ids, sequences.documents, sequences.positions, sequences.targets)
-        found: Sums = self.module(*tensors, answer, weights)
+        found: Sums = self.trainee.module(*tensors, answer, weights)
         return found
 
     @torch.no_grad()
@@ -269,7 +265,7 @@ class Loop:
         steps = snapshots.steps()
         if not steps:
             return 0
-        state = snapshots.load(steps[-1], self.module, self.optimizer)
+        state = snapshots.load(steps[-1], self.trainee)
         self._skipped, self._in_a_row, self._seconds = (state[key] for key in ("skipped", "in_a_row", "seconds"))
         self._evaluations = [Evaluation(**each) for each in state["evaluations"]]
         return steps[-1]

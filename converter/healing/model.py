@@ -122,6 +122,12 @@ class Student(nn.Module):
         return Sums(total, nothing, nothing, nothing)
 
 
+def in_bfloat16(model: PreTrainedModel) -> None:
+    """Round the weights of a model, and nothing else: rounded rotary frequencies say nothing of far positions."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+
+
 def head_of(model: PreTrainedModel) -> Head:
     """A model's output head, gathered where it is sharded."""
     head = model.get_output_embeddings()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -15,13 +15,14 @@ from converter.healing.batches import Batches, Sequences
 from converter.healing.documents import check_no_leak
 from converter.healing.loop import Loop
 from converter.healing.losses import LossWeights
-from converter.healing.model import Student, Teacher
+from converter.healing.model import Student, Teacher, in_bfloat16
 from converter.healing.optimizer import adamw, parameter_groups
 from converter.healing.recorded import RecordedTeacher, folder_for
 from converter.healing.settings import HealSettings
 from converter.healing.teachers import place_teacher
 from converter.healing.texts import HealTexts, sequences_of
 from converter.healing.theta import theta_of
+from converter.healing.trainee import Trainee
 from converter.source import SourceModel
 from converter.spec import Norm
 from converter.text import windows
@@ -78,19 +79,23 @@ def make_loop(
     weights = LossWeights(settings.kl, settings.ce, settings.temperature, settings.direction)
     centred = learner.source is not None and learner.source.spec.norm is Norm.LAYERNORM
     student = Student(model, weights, centred)
-    module, optimizer = prepared(accelerator, student, learner.roles, settings)
+    trainee = prepared(accelerator, student, learner.roles, settings)
     thetas = None
     if learner.theta is not None and learner.theta != (theta := theta_of(model)):
         thetas = (theta, learner.theta)
-    return Loop(settings, accelerator, student, module, optimizer, teacher, batches, held_out, thetas)
+    return Loop(settings, accelerator, trainee, teacher, batches, held_out, thetas)
 
 
-def prepared(
-    accelerator: Accelerator, student: Student, roles: Roles, settings: HealSettings
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepared(accelerator: Accelerator, student: Student, roles: Roles, settings: HealSettings) -> Trainee:
     """The student as accelerate distributes or shards it, and its optimizer."""
-    module, optimizer = accelerator.prepare(student, adamw(parameter_groups(student, roles, settings)))
-    return module, optimizer.optimizer  # accelerate's wrapper serves fp16 and skipped steps, of which there are none
+    optimizer = adamw(parameter_groups(student, roles, settings))
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        from converter.healing.zero import zero_trainee
+
+        return zero_trainee(accelerator, student, optimizer)
+    module, wrapped = accelerator.prepare(student, optimizer)
+    # accelerate's wrapper serves fp16 and skipped steps, of which there are none.
+    return Trainee(accelerator, student, module, wrapped.optimizer, settings.clip)
 
 
 def without_dropout(model: nn.Module) -> None:
@@ -106,7 +111,7 @@ def _teacher(source: SourceModel, settings: HealSettings, accelerator: Accelerat
     model = load_transformers(source)
     check_no_leak(model)
     if accelerator.mixed_precision == "bf16":
-        model.to(torch.bfloat16)
+        in_bfloat16(model)
     place_teacher(model, "whole" if settings.teacher == "recorded" else settings.teacher, accelerator)
     return Teacher(model, accelerator.autocast)
 

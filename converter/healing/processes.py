@@ -15,12 +15,12 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
-    InitProcessGroupKwargs,
     broadcast_object_list,
 )
 
 from converter.errors import ConverterError, UnsupportedError
 from converter.healing.settings import HealSettings
+from converter.healing.zero import load_whole, zero_plugin
 
 T = TypeVar("T")
 
@@ -32,6 +32,8 @@ _PATIENCE = timedelta(hours=12)
 
 def join(device: str) -> PartialState:
     """Meet the other processes of this launch, where there are any."""
+    if _asked("DEEPSPEED"):  # which has its own way to CPUs, and accelerate the other way round
+        return PartialState(cpu=False, timeout=_PATIENCE, **({"backend": "gloo"} if device == "cpu" else {}))
     return PartialState(cpu=device == "cpu", timeout=_PATIENCE)
 
 
@@ -47,16 +49,22 @@ def start(device: str, settings: HealSettings, log_with: Sequence[str], folder: 
     )
     # The first stage has no use for the final norm and the head, and DDP would wait for their gradients.
     ddp = DistributedDataParallelKwargs(find_unused_parameters=settings.stage_one > 0)
+    deepspeed = _asked("DEEPSPEED")
+    plugin = zero_plugin(settings, bfloat16) if deepspeed else None
     try:
+        join(device)
         accelerator = Accelerator(
-            cpu=device == "cpu",
+            cpu=device == "cpu" and not deepspeed,
             mixed_precision="bf16" if bfloat16 else "no",
             log_with=list(log_with) or None,
             project_dir=folder,
-            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=_PATIENCE)],
+            kwargs_handlers=[ddp],
+            deepspeed_plugin=plugin,
         )
     except ValueError as error:  # an unknown tracker
         raise ConverterError("accelerate does not start", why=str(error)) from error
+    if deepspeed:
+        load_whole()
     check_launch(accelerator.distributed_type, accelerator.num_processes)
     absent = set(log_with) - {str(name) for name in accelerator.log_with}
     if absent:
@@ -84,22 +92,19 @@ def check_launch(found: DistributedType, num_processes: int) -> None:
             why="Each of them would train a model of its own",
             fix="Where there are no GPUs, start them by `torchrun --nproc-per-node N -m converter heal ...`",
         )
-    asked = {
-        kind: os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() in ("true", "1")
-        for kind in ("FSDP", "DEEPSPEED")
-    }
-    if asked["DEEPSPEED"]:
-        raise UnsupportedError(
-            "healing does not run on DeepSpeed", fix="Use FSDP2, with offload if need be: docs/multi-gpu.md"
-        )
-    if asked["FSDP"] and os.environ.get("FSDP_VERSION", "1") != "2":
+    if _asked("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         raise UnsupportedError("healing shards by FSDP2", fix="Use --fsdp_version 2")
-    if asked["FSDP"] and (found is not DistributedType.FSDP or num_processes == 1):
+    if _asked("FSDP") and (found is not DistributedType.FSDP or num_processes == 1):
         raise ConverterError(
             f"the launch asks for FSDP, and accelerate runs {num_processes} process(es) without it",
             why="It shards over several GPUs only, and would otherwise go on unsharded",
             fix="Launch on at least two GPUs, or without --use_fsdp",
         )
+
+
+def _asked(kind: str) -> bool:
+    """Whether the launch asks for FSDP or DEEPSPEED, as accelerate's launcher passes it on."""
+    return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() in ("true", "1")
 
 
 def first(state: Accelerator | PartialState, work: Callable[[], T]) -> T | None:

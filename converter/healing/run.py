@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch.distributed.tensor import DTensor
-
 from converter import __version__
 from converter.healing.control import Start, run_controls
 from converter.healing.export import check_export, config_changes, export_weights, layout_of, write_metadata
@@ -134,8 +132,8 @@ def _train(
             tracker.finish()
         accelerator.trackers.clear()
     writes = folder if accelerator.is_main_process else None
-    export_weights(learner.model, layout_of(job.converted, job.dtype), writes, job.shard_size)
-    return outcome, not any(isinstance(parameter, DTensor) for parameter in learner.model.parameters())
+    export_weights(loop.trainee.gathered(), layout_of(job.converted, job.dtype), writes, job.shard_size)
+    return outcome, loop.trainee.whole
 
 
 def _report(job: Job, texts: HealTexts, outcome: Outcome, target: Path) -> HealReport:

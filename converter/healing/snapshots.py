@@ -1,8 +1,7 @@
 """Snapshots of a healing run: model, optimizer, step and random state, complete or not there at all.
 
-A snapshot is written into a hidden folder, forced to the disk, and takes its name by one rename. Tensors are
-stored by `torch.distributed.checkpoint`: every process writes its own shards, and another number of processes
-can read them.
+A snapshot is written into a hidden folder, forced to the disk, and takes its name by one rename. What is in it the
+trainee stores, so that another number of processes can read it.
 """
 
 from __future__ import annotations
@@ -10,25 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint.state_dict_loader as loader
-import torch.distributed.checkpoint.state_dict_saver as saver
-from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from converter.errors import CheckpointError, ConverterError
+from converter.healing.trainee import Trainee
 from converter.output import disk_errors, fsync
 
 if TYPE_CHECKING:
@@ -52,9 +40,7 @@ class Snapshots:
         """The steps that have a snapshot, in order. A folder without its final name is none."""
         return sorted(int(path.name.removeprefix(_PREFIX)) for path in self.folder.glob(f"{_PREFIX}*"))
 
-    def save(
-        self, step: int, state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer, best: int | None
-    ) -> None:
+    def save(self, step: int, state: Mapping[str, Any], trainee: Trainee, best: int | None) -> None:
         """Write the snapshot of a step, by all processes together, then remove what need not be kept."""
         final = self._path(step)
         partial = self.folder / f".{final.name}.partial"
@@ -64,8 +50,7 @@ class Snapshots:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
             self._accelerator.wait_for_everyone()
-            self._save(partial / "model", get_model_state_dict(module))
-            self._save(partial / "optimizer", get_optimizer_state_dict(module, optimizer))
+            trainee.save(partial)
             torch.save(_random_state(), partial / f"random-{self._accelerator.process_index}.pt")
             self._accelerator.wait_for_everyone()
             if main:
@@ -79,8 +64,8 @@ class Snapshots:
                 self._prune(best)
         self._accelerator.wait_for_everyone()
 
-    def load(self, step: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Put a snapshot into model and optimizer, and return the state that was saved with it.
+    def load(self, step: int, trainee: Trainee) -> dict[str, Any]:
+        """Put a snapshot into a trainee, and return the state that was saved with it.
 
         Raises ConverterError where it is of another run, or a part of it is missing.
         """
@@ -90,21 +75,16 @@ class Snapshots:
         except (OSError, ValueError) as error:
             raise CheckpointError("the snapshot is damaged", where=str(path), why=str(error)) from error
         self._check(content["fingerprint"])
-        self.load_model(step, module)
-        moments = get_optimizer_state_dict(module, optimizer)
-        self._load(path / "optimizer", moments, "Without the optimizer's moments the run would not be the same")
-        set_optimizer_state_dict(module, optimizer, moments)
+        trainee.load(path)
         random = path / f"random-{self._accelerator.process_index}.pt"
         if random.is_file():  # another number of processes has none for some
             _set_random_state(torch.load(random, weights_only=True))
         state: dict[str, Any] = content["state"]
         return state
 
-    def load_model(self, step: int, module: nn.Module) -> None:
-        """Put the weights of a snapshot into the model."""
-        weights = get_model_state_dict(module)
-        self._load(self._path(step) / "model", weights)
-        set_model_state_dict(module, weights)
+    def load_weights(self, step: int, trainee: Trainee) -> None:
+        """Put the weights of a snapshot into a trainee."""
+        trainee.load_weights(self._path(step))
 
     def _check(self, saved: Mapping[str, Any]) -> None:
         changed = [
@@ -118,30 +98,6 @@ class Snapshots:
                 fix="Repeat the command that was interrupted, or start again with --overwrite",
             )
 
-    def _save(self, folder: Path, tensors: dict[str, Any]) -> None:
-        try:
-            with _alone_is_meant():
-                saver.save(tensors, checkpoint_id=folder, no_dist=self._alone)
-        except CheckpointException as error:  # a BaseException around what its writers raise
-            why = str(error).strip().splitlines()[-1]
-            raise ConverterError("the snapshot cannot be written", where=str(folder), why=why) from error
-
-    def _load(self, folder: Path, tensors: dict[str, Any], why: str | None = None) -> None:
-        try:
-            with _alone_is_meant():
-                loader.load(tensors, checkpoint_id=folder, no_dist=self._alone)
-        except (Exception, CheckpointException) as error:
-            raise CheckpointError(
-                f"the snapshot's {folder.name} state is missing or damaged",
-                where=str(folder),
-                why=why or str(error).strip().splitlines()[-1],
-                fix="Remove this snapshot to go on from an older one, or start again with --overwrite",
-            ) from error
-
-    @property
-    def _alone(self) -> bool:
-        return bool(self._accelerator.num_processes == 1)
-
     def _path(self, step: int) -> Path:
         return self.folder / f"{_PREFIX}{step:08d}"
 
@@ -152,14 +108,6 @@ class Snapshots:
                 path.rename(path.with_name(f".{path.name}.removed"))  # half a snapshot must not keep its name
         for path in self.folder.glob(".*.removed"):
             shutil.rmtree(path)
-
-
-@contextmanager
-def _alone_is_meant() -> Iterator[None]:
-    """torch.distributed.checkpoint warns where there is no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
 
 
 def _random_state() -> dict[str, torch.Tensor]:
