@@ -25,7 +25,6 @@ import torch
 
 from converter.conversion import convert
 from converter.errors import ConverterError
-from converter.healing.data import Corpus
 from converter.healing.loop import Loop
 from converter.healing.parts import Learner, make_loop
 from converter.healing.processes import start
@@ -36,6 +35,7 @@ from converter.healing.texts import HealTexts
 from converter.source import SourceModel
 from converter.terminal import Bars, progress
 from converter.text import Document
+from converter.tokenized import Corpus
 from converter.verification import quiet_transformers
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-gpt2"

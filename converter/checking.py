@@ -7,6 +7,7 @@ they otherwise stop at it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from converter.checkpoint import Checkpoint, TensorInfo
 from converter.errors import CheckpointError, UnsupportedError, paragraph, reporting
 from converter.hub import local_path
 from converter.source import SourceModel
+from converter.tokenizer import load_tokenizer, vocabulary_size
 
 if TYPE_CHECKING:
     from converter.conversion import Progress
@@ -51,13 +53,14 @@ def check(path: str | Path, full: bool = False, *, progress: Progress | None = N
     """Every fault and remark of a checkpoint, by path or Hub id; there is no fault in a sound one.
 
     By the headers: damaged, missing and left-over data, an index and shards that disagree, pieces of
-    training state, unsafe pickles, and a config that is broken or means other tensors. With `full` every
-    tensor is read, one at a time: NaN and Inf, and weights of zeros. Raises `CheckpointError` where there is
-    no such path.
+    training state, unsafe pickles, a config that is broken or means other tensors, and a tokenizer whose files are
+    broken or whose ids have no row in the embeddings. With `full` the tokenizer is loaded, and every tensor is read,
+    one at a time: NaN and Inf, and weights of zeros. Raises `CheckpointError` where there is no such path.
     """
     found: list[CheckpointError] = []
     checkpoint = Checkpoint.open(local_path(path), found.append)
     faults = [Fault.of(error) for error in found] or list(_against_config(checkpoint))
+    faults += _tokenizer(checkpoint.path, full)
     if full:
         if progress:
             progress.stage("check", checkpoint.total_bytes)
@@ -72,15 +75,40 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Fault]:
     """Whether the tensors are those that the config means, where we know its family."""
     found: list[CheckpointError] = []
     unknown: UnsupportedError | None = None
+    source: SourceModel | None = None
     with reporting(found.append, checkpoint.path):
         try:
-            SourceModel(checkpoint, found.append)
+            source = SourceModel(checkpoint, found.append)
         except UnsupportedError as error:
             unknown = error
     yield from map(Fault.of, found)
+    if source is not None and not found:
+        yield from _ids_without_a_row(source)
     if unknown is not None and not found:
         what = f"the files were checked by themselves, not against the config: {unknown.what}"
         yield Fault(checkpoint.config_file, None, what, remark=True)
+
+
+def _ids_without_a_row(source: SourceModel) -> Iterator[Fault]:
+    """A tokenizer of another model, or one that got tokens which the embeddings did not."""
+    rows, folder = source.spec.vocab_size, source.checkpoint.path
+    with suppress(CheckpointError):  # told by _tokenizer
+        ids = vocabulary_size(folder)
+        if ids is not None and ids > rows:
+            what = f"the tokenizer has {ids} ids and the embeddings {rows} rows: text can give ids without a row"
+            yield Fault(folder, None, what, remark=True)
+
+
+def _tokenizer(folder: Path, full: bool) -> Iterator[Fault]:
+    """What is wrong with the tokenizer's files by themselves."""
+    try:
+        vocabulary_size(folder)
+        if full:
+            load_tokenizer(folder)
+    except CheckpointError as error:
+        yield Fault.of(error)
+    except UnsupportedError as error:
+        yield Fault(folder, None, paragraph(error.what, error.why).rstrip("."), error.fix, remark=True)
 
 
 def _look_inside(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Fault]:

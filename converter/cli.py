@@ -345,6 +345,7 @@ def verify(
     "--context", "contexts", multiple=True, type=click.IntRange(min=2), help="Length of a window. Repeatable."
 )
 @click.option("--stride", default=256, show_default=True, type=click.IntRange(min=1), help="Tokens that a window adds.")
+@click.option("--tokens", type=click.IntRange(min=2), help="Stop with the document that reaches so many tokens.")
 @_device
 @_as_json
 def evaluate(
@@ -352,6 +353,7 @@ def evaluate(
     text: tuple[str, ...],
     contexts: tuple[int, ...],
     stride: int,
+    tokens: int | None,
     device: str,
     as_json: bool,
 ) -> None:
@@ -367,7 +369,9 @@ def evaluate(
     from converter import evaluation
 
     with progress(hidden=as_json, of_bytes=False) as bars:
-        found = evaluation.evaluate(paths, text=text, context=contexts, stride=stride, device=device, progress=bars)
+        found = evaluation.evaluate(
+            paths, text=text, context=contexts, stride=stride, max_tokens=tokens, device=device, progress=bars
+        )
     if as_json:
         click.echo(to_json([each.to_dict() for each in found]))
     else:

@@ -18,13 +18,12 @@ import numpy as np
 import torch
 
 from converter.errors import ConverterError, VerificationError
-from converter.healing.data import Corpus, load_corpus
-from converter.healing.documents import is_rotary
 from converter.hub import local_path
 from converter.spec import Positions
 from converter.text import Ids
+from converter.tokenized import Corpus, load_corpus
 from converter.tokenizer import load_tokenizer, same_ids
-from converter.verification import Comparison, Figures, Tally, load_any, pick_device
+from converter.verification import Comparison, Figures, Tally, is_rotary, load_any, pick_device
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -77,6 +76,7 @@ def evaluate(
     text: str | Path | Sequence[str | Path],
     context: int | Sequence[int] = (),
     stride: int = 256,
+    max_tokens: int | None = None,
     device: str = "auto",
     progress: Progress | None = None,
 ) -> list[Evaluation]:
@@ -84,7 +84,8 @@ def evaluate(
 
     `text` is anything that can be healed on: files, folders, hub:owner/name. Without a `context` it is the first
     model's, up to 2048. A stride is cut to context - 1: a token is predicted by the one before it, which must be
-    in its window. Two models are in memory at once. `progress` has a stage for each model and context, in tokens.
+    in its window. With `max_tokens` the text ends with the document that reaches so many of a model's tokens. Two
+    models are in memory at once. `progress` has a stage for each model and context, in tokens.
 
     Raises a ConverterError for checkpoints and texts that cannot be read. A context beyond a table of learned
     positions is noted in `no_context`, and the rest is measured.
@@ -98,11 +99,11 @@ def evaluate(
         if value < least:
             raise ConverterError(f"a {name} of {value} leaves nothing to predict", fix=f"Choose {least} or more")
     device = pick_device(device)
-    first = _Subject.open(listed[0], texts, device)
+    first = _Subject.open(listed[0], texts, max_tokens, device)
     contexts = contexts or [min(_LONGEST, first.model.config.max_position_embeddings)]
     evaluations = []
     for number, path in enumerate(listed):
-        subject = first if number == 0 else _Subject.open(path, texts, device, reference=first)
+        subject = first if number == 0 else _Subject.open(path, texts, max_tokens, device, reference=first)
         evaluations.append(_evaluate(subject, first, contexts, stride, progress))
     return evaluations
 
@@ -119,7 +120,12 @@ class _Subject:
 
     @classmethod
     def open(
-        cls, path: str | Path, texts: Sequence[str | Path], device: str, reference: _Subject | None = None
+        cls,
+        path: str | Path,
+        texts: Sequence[str | Path],
+        max_tokens: int | None,
+        device: str,
+        reference: _Subject | None = None,
     ) -> _Subject:
         """Load a model; its tokens are those of the reference where the two can be compared."""
         local = local_path(path)
@@ -131,7 +137,10 @@ class _Subject:
         config = model.config
         opening = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
         known = isinstance(opening, int) and 0 <= opening < config.vocab_size
-        corpus = load_corpus(texts, tokenizer, vocab_size=config.vocab_size, end_of_text=opening if known else None)
+        end_of_text = opening if known else None
+        corpus = load_corpus(
+            texts, tokenizer, vocab_size=config.vocab_size, end_of_text=end_of_text, max_tokens=max_tokens
+        )
         return cls(str(path), model, tokenizer, corpus, no_kl)
 
     @property

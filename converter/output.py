@@ -150,7 +150,7 @@ class OutputFolder:
     def _check_partial(self) -> None:
         if self.partial.exists() and not (self._resume or self._overwrite):
             raise ConverterError(
-                "an unfinished conversion is there",
+                "an unfinished run is there",
                 where=str(self.partial),
                 fix="Use --resume to go on, or --overwrite to start again.",
             )

@@ -301,6 +301,11 @@ def pick_device(device: str) -> str:
     return device
 
 
+def is_rotary(model: PreTrainedModel) -> bool:
+    """Whether a model of transformers rotates q and k: positions have no end then."""
+    return hasattr(model.base_model, "rotary_emb")
+
+
 def load_any(path: Path) -> PreTrainedModel:
     """Through our family where we know it, plainly otherwise."""
     try:

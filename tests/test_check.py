@@ -432,3 +432,34 @@ def test_a_fault_with_a_reason_reads_as_sentences(tmp_path: Path) -> None:
     del tensors["transformer.ln_f.bias"]
     (fault,) = converter.check(models.write(tmp_path, models.config_of(models.gpt2()), tensors))
     assert fault.what == "tensor 'ln_f.bias' is missing. A gpt2 of this config has it"
+
+
+# The tokenizer
+
+
+def test_a_damaged_tokenizer_is_a_fault(single: Path) -> None:
+    (single / "tokenizer.json").write_text('{"model": {"vocab": {"a"')
+    (fault,) = check(single)
+    assert (fault.file, fault.remark) == (single / "tokenizer.json", False)
+    assert "cannot be read as JSON" in fault.what
+
+
+def test_a_tokenizer_without_its_merges_is_a_fault_when_it_is_loaded(single: Path) -> None:
+    (single / "vocab.json").write_text('{"a": 0, "b": 1}')
+    assert check(single) == ()
+    (fault,) = check(single, full=True)
+    assert "merges.txt missing" in fault.what
+    assert not fault.remark
+
+
+def test_ids_without_a_row_are_a_remark(single: Path) -> None:
+    rows = json.loads((single / "config.json").read_text())["vocab_size"]
+    vocabulary = {f"t{index}": index for index in range(rows)}
+    content: dict[str, Any] = {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"}}
+    (single / "tokenizer.json").write_text(json.dumps(content))
+    assert check(single) == ()
+    content["added_tokens"] = [{"id": rows, "content": "<new>"}]
+    (single / "tokenizer.json").write_text(json.dumps(content))
+    (remark,) = check(single)
+    assert remark.remark
+    assert f"the tokenizer has {rows + 1} ids and the embeddings {rows} rows" in remark.what

@@ -169,3 +169,8 @@ def test_the_command_fails_for_a_missing_position_and_prints_the_rest(gpt2, llam
     result = run(llama, wider, "--text", documents)
     assert result.exit_code == 0
     assert f"No KL of {wider}" in result.stdout.replace("\n", "")
+
+
+def test_the_text_ends_with_the_document_that_reaches_the_tokens(llama, documents):
+    found = [converter.evaluate(llama, text=documents, context=16, max_tokens=most)[0] for most in (None, 61, 20)]
+    assert [each.results[0].tokens for each in found] == [59 + 4, 59 + 4, 59]

@@ -128,7 +128,7 @@ def test_an_unfinished_conversion_is_resumed_or_started_again(tmp_path: Path) ->
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "half").touch()
     message = refusal(tmp_path / "out")
-    assert "unfinished conversion" in message
+    assert "unfinished run" in message
     assert "--resume to go on, or --overwrite to start again" in message
     with OutputFolder(tmp_path / "out", resume=True) as output:
         assert output.resumed

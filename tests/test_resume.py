@@ -113,7 +113,7 @@ def test_an_unfinished_conversion_is_neither_overwritten_nor_mixed_with_another(
         patched.setattr(CheckpointWriter, "finish", lambda self: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             convert(source, target, text=[text], **OPTIONS)
-    with pytest.raises(ConverterError, match="unfinished conversion"):
+    with pytest.raises(ConverterError, match="unfinished run"):
         convert(source, target, text=[text], **OPTIONS)
     with pytest.raises(ConverterError, match="its recipe differ"):
         convert(source, target, text=[text], resume=True, overrides=["gelu_to_swiglu.units=2"], **OPTIONS)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from converter.errors import ConverterError
-from converter.healing.data import Corpus
+from converter.tokenized import Corpus
 
 #: The target of a token that has none.
 IGNORE = -100

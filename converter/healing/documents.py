@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from converter.errors import VerificationError
 from converter.healing.batches import IGNORE, Sequences
+from converter.verification import is_rotary
 
 #: Largest difference, over the largest state, that rounding alone makes: 1e-6 is seen in fp32, 1e-2 in bf16.
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -32,11 +33,6 @@ def run_packed(model: PreTrainedModel, sequences: Sequences) -> Tensor:
 def run_packed_layers(model: PreTrainedModel, sequences: Sequences) -> tuple[Tensor, ...]:
     """The states (S, T, D) after the embeddings and after each layer; the last as the head reads them."""
     return _run(model, sequences, output_hidden_states=True)
-
-
-def is_rotary(model: PreTrainedModel) -> bool:
-    """Whether a model of transformers rotates q and k: positions have no end then."""
-    return hasattr(model.base_model, "rotary_emb")
 
 
 def _run(model: PreTrainedModel, sequences: Sequences, **options: Any) -> tuple[Tensor, ...]:

@@ -11,10 +11,10 @@ import torch
 from converter.corpus import held_out_documents, training_documents
 from converter.errors import ConverterError
 from converter.healing.batches import IGNORE, Sequences
-from converter.healing.data import Corpus, load_corpus
 from converter.source import SourceModel
 from converter.text import Document, Windows, documents_from_strings, hold_out
 from converter.texts import document_opening, is_embedded_example
+from converter.tokenized import Corpus, load_corpus
 from converter.tokenizer import load_tokenizer
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from converter.conversion import Progress, convert
 from converter.errors import ConverterError
 from converter.healing.control import Start
-from converter.healing.data import HUB_PREFIX
 from converter.healing.loop import Watch
 from converter.healing.processes import first, join
 from converter.healing.report import HealReport
 from converter.healing.run import heal
 from converter.healing.texts import listed
 from converter.plan import DtypeName
+from converter.tokenized import HUB_PREFIX
 from converter.verification import pick_device
 
 

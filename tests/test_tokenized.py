@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel, OPTConfig, OPTForCausalLM, PreTrainedModel
 
+from converter import tokenized
 from converter.errors import ConverterError, VerificationError
-from converter.healing import data
 from converter.healing.batches import IGNORE, Batches, Sequences
-from converter.healing.data import Corpus, load_corpus
 from converter.healing.documents import check_no_leak, run_packed, run_packed_layers
+from converter.tokenized import Corpus, load_corpus
 from converter.tokenizer import load_tokenizer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-gpt2"
@@ -99,7 +99,7 @@ def test_the_cache_is_used_until_a_file_changes(mixed, tokenizer, tmp_path, monk
     assert np.array_equal(first.offsets, plain.offsets)
     assert isinstance(first.ids, np.memmap)
     with monkeypatch.context() as patch:
-        patch.setattr(data, "_read", lambda *_, **__: pytest.fail("it was read again"))
+        patch.setattr(tokenized, "_read", lambda *_, **__: pytest.fail("it was read again"))
         again = load(tokenizer, mixed, cache=tmp_path / "cache")
     assert again.fingerprint == first.fingerprint
     assert np.array_equal(again.ids, first.ids)
