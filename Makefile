@@ -22,9 +22,13 @@ test: setup
 	$(BIN)/python -m pytest
 
 # Minutes: virtual environments with transformers 4.57 and with DeepSpeed, real checkpoints, figures.
-slow: setup $(VENV)-old/.ready $(VENV)-zero/.ready
+slow: $(VENV)/.real $(VENV)-old/.ready $(VENV)-zero/.ready
 	CONVERTER_OLD_PYTHON=$(VENV)-old/bin/python CONVERTER_ZERO_PYTHON=$(VENV)-zero/bin/python \
 		$(BIN)/python -m pytest -m slow
+
+$(VENV)/.real: $(VENV)/.ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,real]'
+	touch $@
 
 $(VENV)-old/.ready:
 	$(PYTHON) -m venv $(VENV)-old

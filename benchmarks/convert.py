@@ -14,30 +14,19 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import click
 import torch
+from measured import measured
 
 from converter.safetensors_file import Layout
 from converter.writer import CheckpointWriter
 
-_RUN = """
-import resource, sys, time
-import torch, transformers  # noqa: F401
-def peak():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
-before = peak()
-import converter
-converter.convert  # its imports are not what is timed
-started = time.perf_counter()
-converter.convert(sys.argv[1], sys.argv[2], recipe="gpt2-to-llama-naive", verify=False)
-seconds = time.perf_counter() - started
-print(peak() - before, seconds)
-"""
+_IMPORTS = "import torch, transformers, converter; converter.convert"
+_WORK = 'converter.convert(sys.argv[1], sys.argv[2], recipe="gpt2-to-llama-naive", verify=False)'
 
 
 def gpt2_layout(layers: int, hidden: int, vocab: int, context: int) -> dict[str, Layout]:
@@ -104,9 +93,8 @@ def copy(source: Path, target: Path) -> float:
 
 def convert(source: Path, target: Path) -> tuple[float, int]:
     """Bytes written per second of a conversion in a fresh process, and its peak memory beyond the imports."""
-    result = subprocess.run([sys.executable, "-c", _RUN, source, target], check=True, stdout=subprocess.PIPE, text=True)
-    peak, seconds = result.stdout.split()
-    return folder_bytes(target) / float(seconds), int(peak)
+    cost = measured(_IMPORTS, _WORK, source, target)
+    return folder_bytes(target) / cost.seconds, cost.peak
 
 
 @click.command()

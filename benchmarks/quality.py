@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ import click
 import numpy as np
 import torch
 from convert import make_source
+from measured import measured
 
 from converter.conversion import convert, plan_conversion
 from converter.corpus import held_out_documents, training_documents
@@ -179,8 +178,7 @@ def memory_table(folder: Path) -> None:
     source, ids = folder / "xl", folder / "xl.npy"
     make_source(source, 1, spec.hidden_size, spec.num_heads, spec.vocab_size, spec.context)
     np.save(ids, np.random.default_rng(0).integers(0, spec.vocab_size, (18, 512), dtype=np.int32))
-    command = [sys.executable, "-c", _CALIBRATED, *map(str, (source, folder / "xl-llama", ids))]
-    peak = int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    peak = measured(_IMPORTS, _CALIBRATED, source, folder / "xl-llama", ids).peak
     block = Block({role: torch.zeros(shape) for role, shape in block_shapes(spec, BlockRef("layer")).items()})
     graph = graph_bytes(block, spec, torch.zeros(MICRO_BATCH // 512, 512, spec.hidden_size))
     source_bytes, block_bytes = 4 * 12 * spec.hidden_size**2, sum(tensor.nbytes for tensor in block.values())
@@ -190,18 +188,10 @@ def memory_table(folder: Path) -> None:
     judge("peak memory of calibration, GPT-2-XL shape, GB", peak / 1e9, limit / 1e9)
 
 
+_IMPORTS = "import torch, transformers, converter; converter.convert"
 _CALIBRATED = """
-import sys
-import torch, transformers  # noqa: F401
-import converter
-converter.convert  # its imports are no part of the peak
-def memory(key):
-    return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) * 1024
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew here
-before = memory("VmRSS")
 settings = ["fit_blocks.steps=2", "fit_blocks.sequences=16", "calibration.tokens=8192"]
 converter.convert(sys.argv[1], sys.argv[2], recipe="gpt2-to-llama", text=sys.argv[3], overrides=settings, verify=False)
-print(memory("VmHWM") - before)
 """
 
 

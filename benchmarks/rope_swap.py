@@ -25,6 +25,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from measured import measured
+
 from converter.spec import RopeLayout
 from converter.stamp import read_stamp
 
@@ -105,34 +107,25 @@ def copy(source: Path, target: Path) -> float:
     return time.perf_counter() - start
 
 
-_CHILD = """
-import json, sys, time
+_IMPORTS = """
 from pathlib import Path
 from converter.rope import patch, swap
 from converter.spec import RopeLayout
-def memory(key):  # kB
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew here
-before = memory("VmRSS")
-start = time.perf_counter()
+"""
+_WORK = """
 source, target, to = Path(sys.argv[1]), sys.argv[2], RopeLayout(sys.argv[3])
 if target:
     swap.swap(source, target, to=to)
 else:
     patch.swap_in_place(source, to=to)
-seconds = time.perf_counter() - start
-print(json.dumps({"seconds": seconds, "peak_mb": (memory("VmHWM") - before) / 1024}))
 """
 
 
 def swap(source: Path, target: Path | None, to: str) -> dict[str, float]:
     """One swap in a process of its own: seconds of its work, of the whole command, and memory beyond the imports."""
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD, source, str(target or ""), to], check=True, capture_output=True, text=True
-    )
-    facts: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return facts | {"command": time.perf_counter() - start}
+    cost = measured(_IMPORTS, _WORK, source, str(target or ""), to)
+    return {"seconds": cost.seconds, "peak_mb": cost.peak / 2**20, "command": time.perf_counter() - start}
 
 
 def detection(source: Path) -> dict[str, float]:

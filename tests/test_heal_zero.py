@@ -11,8 +11,14 @@ import pytest
 from test_heal import training_losses, weights
 from test_heal_processes import SETTINGS, WORKER, folder, jobs, launch  # noqa: F401 (a fixture)
 
-PYTHON = os.environ.get("CONVERTER_ZERO_PYTHON")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="CONVERTER_ZERO_PYTHON is not set")]
+pytestmark = pytest.mark.slow
+
+
+def python():
+    """The interpreter of an environment that has DeepSpeed."""
+    path = os.environ.get("CONVERTER_ZERO_PYTHON")
+    assert path, "CONVERTER_ZERO_PYTHON must name an interpreter with DeepSpeed: run `make slow`"
+    return path
 
 
 def zero(file, described, processes, **environment):
@@ -20,7 +26,7 @@ def zero(file, described, processes, **environment):
     file.write_text("".join(json.dumps(job) + "\n" for job in described))
     config = {"ACCELERATE_USE_DEEPSPEED": "true", **environment}
     command = ("torch.distributed.run", "--standalone", "--nproc-per-node", processes, WORKER, file)
-    code, said = launch(*command, python=PYTHON, **config)
+    code, said = launch(*command, python=python(), **config)
     assert code == 0, said[-4000:]
 
 
@@ -104,12 +110,12 @@ def test_accelerate_launch_starts_it(jobs, one, tmp_path):  # noqa: F811
     heal_it = ["-m", "converter", "heal", job["converted"], "--teacher", job["teacher"], "--text", *job["text"]]
     heal_it += [part for override in SETTINGS for part in ("--set", override)]
     launcher = ("accelerate.commands.launch", "--num_processes", 2, "--main_process_port", 0, "--use_deepspeed")
-    code, said = launch(*launcher, "--zero_stage", 3, *heal_it, tmp_path / "healed", python=PYTHON)
+    code, said = launch(*launcher, "--zero_stage", 3, *heal_it, tmp_path / "healed", python=python())
     assert code == 0, said[-4000:]
     assert training_losses(tmp_path / "healed") == pytest.approx(training_losses(folder(jobs, "one")), abs=1e-4)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}))
-    code, said = launch(*launcher, "--deepspeed_config_file", config, *heal_it, tmp_path / "theirs", python=PYTHON)
+    code, said = launch(*launcher, "--deepspeed_config_file", config, *heal_it, tmp_path / "theirs", python=python())
     assert code != 0
     assert "the DeepSpeed config has its own optimizer" in said
     assert not (tmp_path / "theirs").exists()
