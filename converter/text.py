@@ -8,8 +8,10 @@ model can run (`windows`). Everything is deterministic. numpy only: this module 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,12 @@ Ids = npt.NDArray[np.integer[Any]]
 
 #: (sqrt(5) - 1) / 2. Multiples of it, modulo 1, fill the unit interval evenly at every stage.
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+
+#: Characters that are tokenized at once, and of a piece of a long text.
+_BATCH, _PIECE = 1 << 22, 1 << 18
+#: Where a text may be cut; how many such places are tried, and how many characters to each side are looked at.
+_SPACE = re.compile(r"\s(?=\S)")
+_TRIES, _AROUND = 8, 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,18 +304,60 @@ def need_tokenizer(tokenizer: PreTrainedTokenizerFast | None, where: str | Path)
     return tokenizer
 
 
-def _encode(texts: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> list[Ids]:
+def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[Ids]:
     """Token ids of texts, whole and with nothing added.
 
     The backend is asked directly: it need not keep character offsets then, and is three times as fast on
     one long text. As transformers does before each call, truncation and padding, which a tokenizer.json
-    can carry, are switched off first.
+    can carry, are switched off first. What it says takes some hundred bytes a token until it is an array, so it is
+    asked for a batch at a time, and long texts in pieces, which its threads share.
     """
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+    found: list[list[Ids]] = [[] for _ in texts]
+    for batch in _batches((number, piece) for number, text in enumerate(texts) for piece in _pieces(text, backend)):
+        encodings = backend.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
+        for (number, _), encoding in zip(batch, encodings, strict=True):
+            found[number].append(np.array(encoding.ids, dtype=np.int64))
+    return [np.concatenate(pieces) for pieces in found]
+
+
+def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Consecutive pieces of about _BATCH characters in all."""
+    batch: list[tuple[int, str]] = []
+    size = 0
+    for number, piece in pieces:
+        batch.append((number, piece))
+        size += len(piece)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(text: str, backend: Any) -> Iterator[str]:
+    """A text in pieces of _PIECE characters or more, cut where that changes no token.
+
+    That is before or after the last space, or line end, of several, if the tokenizer says the same of the text around
+    it whether cut or not. One that puts a space in front of whatever it is given never does: its text stays whole.
+    """
+    start = 0
+    while len(text) - start > 2 * _PIECE:
+        spaces = islice(_SPACE.finditer(text, start + _PIECE), _TRIES)
+        cut = next((at for space in spaces for at in space.span() if _may_cut(text, at, backend)), None)
+        if cut is None:
+            break
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def _may_cut(text: str, cut: int, backend: Any) -> bool:
+    left, right = text[max(0, cut - _AROUND) : cut], text[cut : cut + _AROUND]
+    whole, *parts = (backend.encode(each, add_special_tokens=False).ids for each in (left + right, left, right))
+    return bool(whole == parts[0] + parts[1])
 
 
 def _open(ids: Ids, end_of_text: int | None) -> Ids:

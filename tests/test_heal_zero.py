@@ -113,8 +113,13 @@ def test_accelerate_launch_starts_it(jobs, one, tmp_path):  # noqa: F811
     code, said = launch(*launcher, "--zero_stage", 3, *heal_it, tmp_path / "healed", python=python())
     assert code == 0, said[-4000:]
     assert training_losses(tmp_path / "healed") == pytest.approx(training_losses(folder(jobs, "one")), abs=1e-4)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}))
+    config, stage = tmp_path / "config.json", {"stage": 3, "reduce_bucket_size": "auto"}
+    content = {"zero_optimization": stage, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
+    config.write_text(json.dumps(content))
+    code, said = launch(*launcher, "--deepspeed_config_file", config, *heal_it, tmp_path / "by-file", python=python())
+    assert code == 0, said[-4000:]
+    assert training_losses(tmp_path / "by-file") == training_losses(tmp_path / "healed")
+    config.write_text(json.dumps(content | {"optimizer": {"type": "AdamW"}}))
     code, said = launch(*launcher, "--deepspeed_config_file", config, *heal_it, tmp_path / "theirs", python=python())
     assert code != 0
     assert "the DeepSpeed config has its own optimizer" in said

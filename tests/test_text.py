@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import subprocess
 import sys
 import time
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from converter import text as text_module
 from converter.errors import ConverterError
 from converter.text import Document, documents_from_strings, hold_out, read_documents, windows
 
@@ -193,6 +195,50 @@ def test_an_end_of_text_outside_the_vocabulary_is_refused(end_of_text, tmp_path)
 def test_no_files_are_no_text():
     with pytest.raises(ConverterError, match="No text"):
         read_documents([], None, vocab_size=300, end_of_text=0)
+
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+PRE_TOKENIZERS = {
+    "GPT-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "Llama 3": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA_3), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
+    "prefix space": pre_tokenizers.ByteLevel(add_prefix_space=True),
+    "Metaspace": pre_tokenizers.Metaspace(),
+    "Llama 2": None,
+}
+
+
+@pytest.mark.parametrize("kind", PRE_TOKENIZERS)
+def test_a_long_text_is_cut_only_where_no_token_changes(kind, monkeypatch):
+    """Real text, with runs of spaces and lines at every place, and a line as long as all the rest."""
+    source = Path(difflib.__file__).read_text(encoding="utf-8")
+    text = source + "\n\n \t\n  ".join(source.split()) + "é\r\n\r\n" + source.replace("\n", " ") + source
+    backend = Tokenizer(models.BPE(unk_token=EOT))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if PRE_TOKENIZERS[kind] is None:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = PRE_TOKENIZERS[kind]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=[EOT], initial_alphabet=alphabet, max_token_length=16, show_progress=False
+    )
+    backend.train_from_iterator(text.splitlines(keepends=True), trainer)
+    monkeypatch.setattr("converter.text._PIECE", 2000)
+    monkeypatch.setattr("converter.text._BATCH", 9000)
+    pieces = list(text_module._pieces(text, backend))
+    assert "".join(pieces) == text
+    assert len(pieces) == 1 if kind == "Llama 2" else len(pieces) > 100
+    (found,) = documents_from_strings({"a": text}, PreTrainedTokenizerFast(tokenizer_object=backend), None)
+    assert found.ids.tolist() == backend.encode(text, add_special_tokens=False).ids
 
 
 def test_strings_are_documents_under_their_names(tokenizer):

@@ -70,6 +70,7 @@ class Student(nn.Module):
         self.model = model
         self.weights, self.centred = weights, centred
         self._no_split_modules = model._no_split_modules  # accelerate shards by these
+        self.config = model.config  # and sizes DeepSpeed's buckets by this, where its config says "auto"
 
     def tie_weights(self) -> None:
         """As transformers does; accelerate asks for it after sharding."""

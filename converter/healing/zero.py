@@ -135,7 +135,7 @@ class ZeroTrainee(Trainee):
         self._link_moments()
         with _stored(folder / OPTIMIZER) as stored:
             steps = int(stored.metadata()["steps"])
-            for kind in self._kinds():
+            for kind in self._kinds() if steps else ():  # no step taken, no moments stored
                 for name, parameter in self._parameters():
                     self._set(parameter, stored.get_tensor(f"{kind}.{name}"), kind)
         for state in self._states():
