@@ -60,7 +60,8 @@ def check(path: str | Path, full: bool = False, *, progress: Progress | None = N
     found: list[CheckpointError] = []
     checkpoint = Checkpoint.open(local_path(path), found.append)
     faults = [Fault.of(error) for error in found] or list(_against_config(checkpoint))
-    faults += _tokenizer(checkpoint.path, full)
+    told = {fault.file for fault in faults}  # the config's faults are the tokenizer's too
+    faults += [fault for fault in _tokenizer(checkpoint.path, full) if fault.file not in told]
     if full:
         if progress:
             progress.stage("check", checkpoint.total_bytes)

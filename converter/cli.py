@@ -345,7 +345,11 @@ def verify(
     "--context", "contexts", multiple=True, type=click.IntRange(min=2), help="Length of a window. Repeatable."
 )
 @click.option("--stride", default=256, show_default=True, type=click.IntRange(min=1), help="Tokens that a window adds.")
-@click.option("--tokens", type=click.IntRange(min=2), help="Stop with the document that reaches so many tokens.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=2),
+    help="Stop with the document that reaches so many of the first model's tokens.",
+)
 @_device
 @_as_json
 def evaluate(

@@ -84,8 +84,8 @@ def evaluate(
 
     `text` is anything that can be healed on: files, folders, hub:owner/name. Without a `context` it is the first
     model's, up to 2048. A stride is cut to context - 1: a token is predicted by the one before it, which must be
-    in its window. With `max_tokens` the text ends with the document that reaches so many of a model's tokens. Two
-    models are in memory at once. `progress` has a stage for each model and context, in tokens.
+    in its window. With `max_tokens` the text ends with the document that reaches so many of the first
+    model's tokens. Two models are in memory at once. `progress` has a stage for each model and context, in tokens.
 
     Raises a ConverterError for checkpoints and texts that cannot be read. A context beyond a table of learned
     positions is noted in `no_context`, and the rest is measured.
@@ -95,8 +95,9 @@ def evaluate(
     contexts = [context] if isinstance(context, int) else sorted(set(context))
     if not listed:
         raise ConverterError("there is no checkpoint to evaluate")
-    for name, value, least in (("stride", stride, 1), *(("context", each, 2) for each in contexts)):
-        if value < least:
+    counts = (("stride", stride, 1), ("max_tokens", max_tokens, 2), *(("context", each, 2) for each in contexts))
+    for name, value, least in counts:
+        if value is not None and value < least:
             raise ConverterError(f"a {name} of {value} leaves nothing to predict", fix=f"Choose {least} or more")
     device = pick_device(device)
     first = _Subject.open(listed[0], texts, max_tokens, device)
@@ -139,7 +140,12 @@ class _Subject:
         known = isinstance(opening, int) and 0 <= opening < config.vocab_size
         end_of_text = opening if known else None
         corpus = load_corpus(
-            texts, tokenizer, vocab_size=config.vocab_size, end_of_text=end_of_text, max_tokens=max_tokens
+            texts,
+            tokenizer,
+            vocab_size=config.vocab_size,
+            end_of_text=end_of_text,
+            max_tokens=max_tokens if reference is None else None,
+            max_documents=None if reference is None else reference.corpus.documents,  # the same text, in other tokens
         )
         return cls(str(path), model, tokenizer, corpus, no_kl)
 

@@ -13,7 +13,7 @@ import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -80,12 +80,14 @@ def load_corpus(
     end_of_text: int | None,
     cache: Path | None = None,
     max_tokens: int | None = None,
+    max_documents: int | None = None,
 ) -> Corpus:
     """The documents of files, folders and datasets of the Hub, in the order given.
 
     A `.jsonl`, `.json` or `.parquet` holds a document a row, in its field `text`; other files are what
     `converter.text.read_documents` makes of them. A folder stands for all files in it, at any depth, in the
-    order of their paths; hidden ones are left out. Reading stops with the document that reaches `max_tokens`.
+    order of their paths; hidden ones are left out. Reading stops with the document that reaches `max_tokens`, or
+    after `max_documents`.
 
     With `cache` the ids are kept in that folder and mapped, not loaded; a later call with the same files
     (path, size, time of change) and the same tokenizer reads them from there. Where several processes
@@ -96,13 +98,11 @@ def load_corpus(
     sources = [source for text in texts for source in _expand(text)]
     if not sources:
         raise ConverterError("No text was given", fix="Name a file, a folder, or a dataset as hub:owner/name")
-    documents = _up_to(
-        max_tokens,
-        (ids for source in sources for ids in _read(source, tokenizer, vocab_size=vocab_size, end_of_text=end_of_text)),
-    )
+    reading = (_read(source, tokenizer, vocab_size=vocab_size, end_of_text=end_of_text) for source in sources)
+    documents = _up_to(max_tokens, islice(chain.from_iterable(reading), max_documents))
     if cache is None:
         return Corpus.of(list(documents))
-    folder = cache / _key(sources, tokenizer, vocab_size, end_of_text, max_tokens)
+    folder = cache / _key(sources, tokenizer, vocab_size, end_of_text, max_tokens, max_documents)
     if not folder.exists():
         with disk_errors(cache):
             _build(documents, folder)

@@ -13,6 +13,7 @@ that is not GPT-2's; transformers 4 and the `tokenizers` library take all of it,
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,9 @@ _PLAIN_CLASS = "PreTrainedTokenizerFast"
 
 #: Names that mean that class: in transformers 4, in transformers 5, and their slow counterparts.
 _PLAIN_NAMES = {_PLAIN_CLASS, "PreTrainedTokenizer", "TokenizersBackend", "PythonBackend"}
+
+#: How transformers says that a file needs one: sentencepiece, tiktoken, protobuf.
+_NEEDS_PACKAGE = re.compile(r"is required|pip install|not found in your environment|need to have .* installed")
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -111,6 +115,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     except (CheckpointError, UnsupportedError):
         raise
     except Exception as error:  # `tokenizers` raises bare Exception for every damaged file
+        if isinstance(error, ImportError) or _NEEDS_PACKAGE.search(str(error)):
+            raise UnsupportedError(
+                "The tokenizer needs a package that is not installed",
+                where=str(folder),
+                why=" ".join(str(error).split())[:300],
+                fix=f"Install it (`pip install sentencepiece protobuf tiktoken`), or put a {TOKENIZER_FILE} there",
+            ) from error
         raise CheckpointError(
             "The tokenizer cannot be read",
             where=str(folder),
@@ -142,15 +153,28 @@ def vocabulary_size(folder: Path) -> int | None:
 
     Raises `CheckpointError` for a damaged file.
     """
-    pipeline = _read_json(folder / TOKENIZER_FILE)
-    model = pipeline.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else _read_json(folder / "vocab.json")
-    if not vocabulary or not isinstance(vocabulary, (dict, list)):
+    pipeline, _ = (_read_json(folder / name) for name in (TOKENIZER_FILE, CONFIG_FILE))
+    file = folder / (TOKENIZER_FILE if pipeline else "vocab.json")
+    model = pipeline.get("model") if pipeline else {"vocab": _read_json(file)}
+    vocabulary = model.get("vocab", {}) if isinstance(model, dict) else None
+    added = pipeline.get("added_tokens") or []
+    if not isinstance(vocabulary, (dict, list)):
+        raise _not_as_it_should("it holds no vocabulary", file)
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        raise _not_as_it_should("its added_tokens are no list of tokens", file)
+    if not vocabulary:
         return None
     ids = list(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
-    ids += [token.get("id") for token in pipeline.get("added_tokens") or []]
-    ids += _read_json(folder / "added_tokens.json").values()
-    return max((each for each in ids if isinstance(each, int)), default=-1) + 1
+    ids += [token.get("id") for token in added] + list(_read_json(folder / "added_tokens.json").values())
+    if not all(type(each) is int and each >= 0 for each in ids):
+        raise _not_as_it_should("some of its ids are no whole numbers from 0 on", file)
+    return int(max(ids)) + 1
+
+
+def _not_as_it_should(why: str, file: Path) -> CheckpointError:
+    return CheckpointError(
+        "The tokenizer's file is damaged", where=str(file), why=why, fix="Copy it from the original again"
+    )
 
 
 def same_ids(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -442,6 +443,56 @@ def test_a_damaged_tokenizer_is_a_fault(single: Path) -> None:
     (fault,) = check(single)
     assert (fault.file, fault.remark) == (single / "tokenizer.json", False)
     assert "cannot be read as JSON" in fault.what
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(
+    ("file", "content", "what"),
+    [
+        ("tokenizer_config.json", "[]", "does not hold a JSON object"),
+        ("tokenizer.json", {"model": []}, "holds no vocabulary"),
+        ("tokenizer.json", {"version": "1.0"}, "holds no vocabulary"),
+        ("tokenizer.json", {"model": {"vocab": 5}}, "holds no vocabulary"),
+        ("tokenizer.json", {"model": {"vocab": {"a": "0"}}}, "ids are no whole numbers"),
+        ("tokenizer.json", {"model": {"vocab": {"a": 0, "b": -1}}}, "ids are no whole numbers"),
+        ("tokenizer.json", {"model": {"vocab": {"a": 0}}, "added_tokens": {"a": 1}}, "added_tokens are no list"),
+        ("tokenizer.json", {"model": {"vocab": {"a": 0}}, "added_tokens": [[1, 2]]}, "added_tokens are no list"),
+        ("vocab.json", {"a": None}, "ids are no whole numbers"),
+    ],
+)
+def test_a_tokenizer_with_other_things_in_it_is_a_fault(single: Path, file, content, what, full: bool) -> None:
+    (single / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    (fault,) = check(single, full)
+    assert not fault.remark
+    assert re.search(what, fault.what)
+
+
+def test_a_config_that_is_broken_is_told_once(single: Path) -> None:
+    (single / "config.json").write_text("{")
+    assert len(check(single, full=True)) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("`tiktoken` is required to read a `tiktoken` file."),
+        ImportError("LlamaConverter requires the protobuf library but it was not found in your environment."),
+    ],
+)
+def test_a_tokenizer_that_needs_a_package_is_a_remark(single: Path, error, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Needy:
+        vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012
+
+        @classmethod
+        def from_pretrained(cls, *_: Any, **__: Any) -> None:
+            raise error
+
+    (single / "tokenizer.model").write_bytes(b"anything")
+    monkeypatch.setattr("converter.tokenizer._find_class", lambda name: Needy)
+    (remark,) = check(single, full=True)
+    assert remark.remark
+    assert "needs a package that is not installed" in remark.what
+    assert str(error) in remark.what + "."
 
 
 def test_a_tokenizer_without_its_merges_is_a_fault_when_it_is_loaded(single: Path) -> None:

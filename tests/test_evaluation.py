@@ -138,7 +138,12 @@ def test_another_tokenizer_means_no_kl_and_tokens_of_its_own(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"context": 1}, "context of 1"), ({"stride": 0}, "stride of 0"), ({"text": "nowhere.txt"}, "no such file")],
+    [
+        ({"context": 1}, "context of 1"),
+        ({"stride": 0}, "stride of 0"),
+        ({"max_tokens": 0}, "max_tokens of 0"),
+        ({"text": "nowhere.txt"}, "no such file"),
+    ],
 )
 def test_what_cannot_be_measured_is_an_error(llama, documents, options, message):
     with pytest.raises(ConverterError, match=message):
@@ -174,3 +179,19 @@ def test_the_command_fails_for_a_missing_position_and_prints_the_rest(gpt2, llam
 def test_the_text_ends_with_the_document_that_reaches_the_tokens(llama, documents):
     found = [converter.evaluate(llama, text=documents, context=16, max_tokens=most)[0] for most in (None, 61, 20)]
     assert [each.results[0].tokens for each in found] == [59 + 4, 59 + 4, 59]
+
+
+def test_models_of_different_tokens_end_with_the_same_document(tmp_path):
+    """The other's tokens are more, so that by its own count it would end a document earlier."""
+    texts = [tmp_path / f"{name}.txt" for name in "abc"]
+    for text in texts:
+        text.write_text("hello world " * 5)
+    plain = with_tokenizer(tmp_path / "plain")
+    padded = with_tokenizer(
+        tmp_path / "padded", normalizer={"type": "Replace", "pattern": {"String": " "}, "content": "xy xy"}
+    )
+    whole = converter.evaluate([plain, padded], text=texts, context=64)
+    alone = [each.results[0].tokens // 3 for each in whole]
+    assert alone[1] > alone[0]
+    cut = converter.evaluate([plain, padded], text=texts, context=64, max_tokens=alone[0] + 3)
+    assert [each.results[0].tokens for each in cut] == [2 * each for each in alone]

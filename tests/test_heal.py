@@ -26,6 +26,7 @@ from converter.healing.recorded import RecordedTeacher, _digests
 from converter.healing.run import heal
 from converter.healing.settings import HealSettings
 from converter.healing.theta import ramp, set_theta, theta_of
+from converter.healing.zero import check_config, zero_plugin
 from converter.recipe import load_recipe
 from converter.source import SourceModel
 from converter.verification import load_plain
@@ -393,6 +394,81 @@ def test_a_launch_that_ends_up_alone_or_unsharded_is_an_error(monkeypatch):
     check_launch(DistributedType.FSDP, 4)
     with pytest.raises(ConverterError, match="asks for FSDP"):
         check_launch(DistributedType.MULTI_CPU, 4)
+
+
+def test_a_run_does_not_go_on_with_the_snapshots_of_deepspeed(run, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run("begun", watch=StopAt(7, kill))
+    for state in (tmp_path / ".begun.partial" / ".heal").glob("step-*/state.json"):
+        content = json.loads(state.read_text())
+        assert content["trainee"] == "torch"
+        state.write_text(json.dumps(content | {"trainee": "DeepSpeed"}))
+    with pytest.raises(ConverterError, match="was trained by DeepSpeed, and this launch trains by torch"):
+        run("begun", resume=True)
+
+
+@pytest.fixture
+def deepspeed_config(tmp_path, monkeypatch):
+    """Has accelerate find a DeepSpeed config: `deepspeed_config(text)`. DeepSpeed itself is not needed to read one."""
+    monkeypatch.setattr("accelerate.utils.is_deepspeed_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "config.json"))
+    return (tmp_path / "config.json").write_text
+
+
+STAGE_3 = {"stage": 3, "reduce_bucket_size": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ([1, 2], "accelerate cannot use this DeepSpeed config"),
+        ("x", "accelerate cannot use this DeepSpeed config"),
+        ({}, "accelerate cannot use this DeepSpeed config.*Please specify the ZeRO optimization config"),
+        ({"zero_optimization": []}, "ZeRO 1, 2 and 3|cannot use"),
+        ({"zero_optimization": None}, "ZeRO 1, 2 and 3|cannot use"),
+        ({"zero_optimization": {"stage": 0}}, "healing runs on ZeRO 1, 2 and 3.*has 0"),
+        ({"zero_optimization": {"stage": "3"}}, "healing runs on ZeRO 1, 2 and 3.*has '3'"),
+        ({"zero_optimization": STAGE_3, "optimizer": {"type": "Adam"}}, "its own optimizer.*heal.rate"),
+        ({"zero_optimization": STAGE_3, "optimizer": "AdamW", "scheduler": {}}, "its own optimizer and scheduler"),
+        ({"zero_optimization": STAGE_3, "fp16": {"enabled": 1}}, "its own fp16.*heal.precision"),
+        ({"zero_optimization": STAGE_3, "fp16": {}}, "its own fp16"),
+        ({"zero_optimization": STAGE_3, "tensor_parallel": {"autotp_size": 2}}, "its own tensor_parallel"),
+        ({"zero_optimization": {**STAGE_3, "offload_param": {"device": "nvme"}}}, "there is no nvme_path"),
+    ],
+)
+def test_a_deepspeed_config_that_healing_cannot_run_on_is_refused(deepspeed_config, config, message):
+    deepspeed_config(json.dumps(config))
+    with pytest.raises(ConverterError, match=message):
+        check_config()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}},
+        {"fp16": {"enabled": False}, "optimizer": None, "scheduler": "auto", "tensor_parallel": {"autotp_size": 1}},
+        {"gradient_clipping": 5, "gradient_accumulation_steps": 8, "train_micro_batch_size_per_gpu": 4},
+    ],
+)
+def test_what_healing_says_holds_in_a_deepspeed_config(deepspeed_config, more):
+    deepspeed_config(json.dumps({"zero_optimization": STAGE_3, **more}))
+    config = zero_plugin(HealSettings(clip=0.5), bfloat16=True).deepspeed_config
+    assert not {"optimizer", "scheduler", "fp16", "tensor_parallel"} & config.keys()
+    assert (config["gradient_clipping"], config["gradient_accumulation_steps"]) == (0.5, 1)
+    assert config["bf16"]["enabled"] is True
+    assert config["zero_optimization"]["stage"] == 3
+
+
+def test_deepspeed_has_to_be_installed_and_launched(monkeypatch):
+    monkeypatch.setattr("accelerate.utils.is_deepspeed_available", lambda: False)
+    with pytest.raises(ConverterError, match="DeepSpeed is not installed"):
+        check_config()
+    monkeypatch.setattr("accelerate.utils.is_deepspeed_available", lambda: True)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ConverterError, match="no launcher has started this process"):
+        check_config()
 
 
 def test_the_rate_rises_then_falls_to_what_is_left_of_it():

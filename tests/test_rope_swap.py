@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -24,7 +25,7 @@ from test_rope_families import GPTJ, LLAMA_LIKE, NEOX, make
 
 from converter.conversion import convert
 from converter.errors import ConverterError, UnsupportedError
-from converter.rope import patch, scores
+from converter.rope import journal, patch, scores
 from converter.rope.journal import FOLDER
 from converter.rope.moves import unit_edges
 from converter.rope.patch import roll_back, swap_in_place
@@ -258,6 +259,23 @@ class TestInPlace:
         os.link(folder / "model.safetensors", tmp_path / "elsewhere")
         with pytest.raises(ConverterError, match="link"):
             swap_in_place(folder, to=INTERLEAVED)
+
+    def test_what_the_disk_says_in_the_background_stops_the_swap(self, tmp_path, monkeypatch):
+        """The system tells of a page that could not be written once, to whoever syncs first."""
+        folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
+        before, sync, told = contents(folder), journal.fsync, []
+
+        def broken(path):
+            if path.suffix == ".safetensors" and not told:
+                told.append(path)
+                raise OSError(errno.EIO, "Input/output error")
+            sync(path)
+
+        monkeypatch.setattr(journal, "fsync", broken)
+        with pytest.raises(ConverterError, match="Input/output error"):
+            swap_in_place(folder, to=INTERLEAVED)
+        assert roll_back(folder)
+        assert contents(folder) == before
 
     @pytest.mark.parametrize("finish", ["resume", "roll back"])
     def test_stopped_at_every_system_call(self, finish, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from accelerate.utils import (
 
 from converter.errors import ConverterError, UnsupportedError
 from converter.healing.settings import HealSettings
-from converter.healing.zero import load_whole, zero_plugin
+from converter.healing.zero import check_config, load_whole, zero_plugin
 
 T = TypeVar("T")
 
@@ -32,7 +32,9 @@ _PATIENCE = timedelta(hours=12)
 
 def join(device: str) -> PartialState:
     """Meet the other processes of this launch, where there are any."""
-    if _asked("DEEPSPEED"):  # which has its own way to CPUs, and accelerate the other way round
+    if _asked("DEEPSPEED"):
+        check_config()
+        # accelerate takes `cpu` to mean that there is no DeepSpeed, and DeepSpeed runs on CPUs too.
         return PartialState(cpu=False, timeout=_PATIENCE, **({"backend": "gloo"} if device == "cpu" else {}))
     return PartialState(cpu=device == "cpu", timeout=_PATIENCE)
 

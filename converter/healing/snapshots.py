@@ -54,7 +54,12 @@ class Snapshots:
             torch.save(_random_state(), partial / f"random-{self._accelerator.process_index}.pt")
             self._accelerator.wait_for_everyone()
             if main:
-                content = {"step": step, "fingerprint": self._fingerprint, "state": dict(state)}
+                content = {
+                    "step": step,
+                    "fingerprint": self._fingerprint,
+                    "trainee": trainee.kind,
+                    "state": dict(state),
+                }
                 (partial / _STATE).write_text(json.dumps(content), encoding="utf-8")
                 for folder, _, files in os.walk(partial):
                     for name in (*files, "."):
@@ -75,6 +80,14 @@ class Snapshots:
         except (OSError, ValueError) as error:
             raise CheckpointError("the snapshot is damaged", where=str(path), why=str(error)) from error
         self._check(content["fingerprint"])
+        if (kind := content.get("trainee", Trainee.kind)) != trainee.kind:
+            raise ConverterError(
+                f"the unfinished run was trained by {kind}, and this launch trains by {trainee.kind}",
+                where=str(self.folder),
+                why="The two keep their state in different ways",
+                fix="Go on with a launch of the same kind, with DeepSpeed or without; the stage and the number of "
+                "processes may be others",
+            )
         trainee.load(path)
         random = path / f"random-{self._accelerator.process_index}.pt"
         if random.is_file():  # another number of processes has none for some

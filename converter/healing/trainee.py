@@ -39,6 +39,9 @@ MODEL, OPTIMIZER = "model", "optimizer"
 class Trainee:
     """A student, the `module` that accelerate has made of it, and its optimizer. `clip`: largest norm; 0: any."""
 
+    #: Whose snapshots it reads.
+    kind = "torch"
+
     def __init__(
         self,
         accelerator: Accelerator,

@@ -10,6 +10,7 @@ applies a gradient that is not finite, and transformers loads every model in pie
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,37 +31,67 @@ from converter.writer import CheckpointWriter
 if TYPE_CHECKING:
     from accelerate import Accelerator, DeepSpeedPlugin
 
-#: What a DeepSpeed config may hold that the settings of healing hold already.
-_OURS = ("optimizer", "scheduler", "fp16", "amp", "torch_autocast")
+#: What a DeepSpeed config may ask for, and what says it in healing.
+_OURS = {
+    "optimizer": "heal.rate and heal.weight_decay",
+    "scheduler": "heal.schedule and heal.warmup",
+    "fp16": "heal.precision",
+    "amp": "heal.precision",
+    "torch_autocast": "heal.precision",
+    "tensor_parallel": "stage 3, which shards instead,",
+}
 _ONE_FILE = 1 << 62
 
 
-def zero_plugin(settings: HealSettings, bfloat16: bool) -> DeepSpeedPlugin:
-    """accelerate's config of DeepSpeed, with what the settings of healing say about precision, clipping and batches.
+def check_config() -> DeepSpeedPlugin:
+    """accelerate's config of DeepSpeed, if healing can run on it.
 
-    Raises ConverterError where DeepSpeed is not installed or its config is for something else.
+    Raises ConverterError where DeepSpeed is not installed or not launched, and for a config that is damaged or asks for
+    something else.
     """
     from accelerate import DeepSpeedPlugin
     from accelerate.utils import is_deepspeed_available
 
     if not is_deepspeed_available():
-        raise ConverterError("DeepSpeed is not installed", fix="pip install 'checkpoint-converter[deepspeed]'")
+        raise ConverterError(
+            "DeepSpeed is not installed", fix="Install it: `pip install 'checkpoint-converter[deepspeed]'`"
+        )
+    if "LOCAL_RANK" not in os.environ:
+        raise ConverterError(
+            "DeepSpeed is asked for, and no launcher has started this process",
+            fix="Start it by `accelerate launch --use_deepspeed ... -m converter ...`, for one process too",
+        )
     try:
         plugin = DeepSpeedPlugin(zero3_init_flag=False)
-    except (ValueError, OSError) as error:
-        raise ConverterError("accelerate cannot use this DeepSpeed config", why=str(error)) from error
+    except Exception as error:  # whatever a JSON that is not a config leads to
+        raise ConverterError("accelerate cannot use this DeepSpeed config", why=_told(error)) from error
     config: dict[str, Any] = plugin.deepspeed_config
     theirs = [name for name in _OURS if _is_on(config.get(name))]
     if theirs:
         raise UnsupportedError(
             f"the DeepSpeed config has its own {' and '.join(theirs)}",
-            fix="Leave it out: heal.rate, heal.schedule, heal.weight_decay and heal.precision say what holds",
+            fix=f"Leave it out: {' and '.join(_OURS[name] for name in theirs)} say what holds",
         )
-    if plugin.zero_stage not in (1, 2, 3):
+    zero = config["zero_optimization"]
+    if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
         raise UnsupportedError(
-            f"healing runs on ZeRO 1, 2 and 3, and this config has stage {plugin.zero_stage}",
-            fix="Launch without DeepSpeed for plain data parallel",
+            "healing runs on ZeRO 1, 2 and 3",
+            why=f"This config has {zero.get('stage')!r}" if isinstance(zero, dict) else "This config has none",
+            fix='Put {"stage": 3} into "zero_optimization", or launch without DeepSpeed for plain data parallel',
         )
+    for name in ("offload_optimizer", "offload_param"):
+        place = _section(zero.get(name))
+        if place.get("device") == "nvme" and place.get("nvme_path") in (None, "", "none"):
+            raise ConverterError(f"{name} goes to nvme, and there is no nvme_path", fix="Name a folder on the disk")
+    return plugin
+
+
+def zero_plugin(settings: HealSettings, bfloat16: bool) -> DeepSpeedPlugin:
+    """accelerate's config of DeepSpeed, with what the settings of healing say about precision, clipping and batches."""
+    plugin = check_config()
+    config: dict[str, Any] = plugin.deepspeed_config
+    for name in _OURS:
+        config.pop(name, None)  # switched off, or "auto"
     plugin.gradient_clipping = settings.clip
     config |= {
         "gradient_clipping": settings.clip,
@@ -68,7 +99,7 @@ def zero_plugin(settings: HealSettings, bfloat16: bool) -> DeepSpeedPlugin:
         # Gradients are summed in fp32 over ranks, and over micro-batches too, unless the config says otherwise. For the
         # latter ZeRO 1 would take another optimizer, one that has no guard against what is not finite.
         "communication_data_type": config.get("communication_data_type") or "fp32",
-        "data_types": ({"grad_accum_dtype": "fp32"} if plugin.zero_stage > 1 else {})
+        "data_types": ({"grad_accum_dtype": "fp32"} if config["zero_optimization"]["stage"] > 1 else {})
         | _section(config.get("data_types")),
         # Micro-batches are ours to count: the engine is told at each whether it is the last.
         "gradient_accumulation_steps": 1,
@@ -89,7 +120,10 @@ def zero_trainee(accelerator: Accelerator, student: Student, optimizer: torch.op
     """The student in DeepSpeed's engine."""
     # The engine casts all that floats to bf16; of angles at far positions nothing would be left.
     buffers = [(module, name, buffer) for module in student.modules() for name, buffer in module._buffers.items()]
-    engine, wrapped = accelerator.prepare(student, optimizer)
+    try:
+        engine, wrapped = accelerator.prepare(student, optimizer)
+    except Exception as error:  # pydantic's, DeepSpeed's own, assertions: each for some kind of bad config
+        raise ConverterError("DeepSpeed does not start with this config", why=_told(error)) from error
     for module, name, buffer in buffers:
         module._buffers[name] = None if buffer is None else buffer.to(accelerator.device)
     zero = wrapped.optimizer
@@ -100,6 +134,8 @@ def zero_trainee(accelerator: Accelerator, student: Student, optimizer: torch.op
 
 class ZeroTrainee(Trainee):
     """A student in DeepSpeed's engine; `optimizer` is ZeRO's, around the one that was given."""
+
+    kind = "DeepSpeed"
 
     def __init__(
         self, accelerator: Accelerator, student: Student, engine: Any, optimizer: torch.optim.Optimizer
@@ -242,7 +278,7 @@ def _stored(part: Path) -> Iterator[Any]:
     try:
         with safe_open(part / "model.safetensors", "pt") as stored:
             yield stored
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise damaged(part, error) from error
 
 
@@ -263,9 +299,16 @@ def _skip_what_is_not_finite(zero: Any) -> None:
 
 
 def _is_on(section: Any) -> bool:
-    """Whether a section of a DeepSpeed config is in force: "auto" is not, and fp16 and its like have a switch."""
-    return isinstance(section, dict) and section.get("enabled", True) is True
+    """Whether a section of a DeepSpeed config is in force: one that says "auto" is not, and some have a switch."""
+    if not isinstance(section, dict):
+        return section not in (None, False, "auto")
+    return section.get("enabled", True) not in (False, 0, "auto", "false") and section.get("autotp_size", 2) > 1
 
 
 def _section(found: Any) -> dict[str, Any]:
     return dict(found) if isinstance(found, dict) else {}
+
+
+def _told(error: Exception) -> str:
+    """What an exception says, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

@@ -142,7 +142,11 @@ class Journal:
                 source, start = (target, move.start) if untouched else (old, place)
                 move.apply(target, source, start, buffer)
                 if syncing is None or syncing.done():
+                    if syncing is not None:
+                        syncing.result()  # the system tells of an error once: to this sync, and to no later one
                     syncing = pool.submit(fsync, move.file)
+            if syncing is not None:
+                syncing.result()
 
     def put_back(self, plan: Plan) -> None:
         """Restore every byte that the plan changes, and the stamp; then there is no journal."""
