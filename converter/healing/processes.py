@@ -20,7 +20,7 @@ from accelerate.utils import (
 
 from converter.errors import ConverterError, UnsupportedError
 from converter.healing.settings import HealSettings
-from converter.healing.zero import check_config, load_whole, zero_plugin
+from converter.healing.zero import check_config, zero_plugin
 
 T = TypeVar("T")
 
@@ -65,8 +65,6 @@ def start(device: str, settings: HealSettings, log_with: Sequence[str], folder: 
         )
     except ValueError as error:  # an unknown tracker
         raise ConverterError("accelerate does not start", why=str(error)) from error
-    if deepspeed:
-        load_whole()
     check_launch(accelerator.distributed_type, accelerator.num_processes)
     absent = set(log_with) - {str(name) for name in accelerator.log_with}
     if absent:

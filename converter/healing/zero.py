@@ -3,9 +3,6 @@
 The engine owns the gradients, their clipping, and the optimizer's step. Its fp32 weights and moments lie flat, in
 shards, perhaps in the CPU's memory or on a disk; through DeepSpeed's own functions they are read and written one tensor
 at a time, so that a snapshot is two safetensors files which any number of processes can read, and no pickle.
-
-Three of its habits would change a run in silence, and are undone here: in bf16 it rounds the rotary frequencies, ZeRO-3
-applies a gradient that is not finite, and transformers loads every model in pieces, the teacher too.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ def check_config() -> DeepSpeedPlugin:
             fix="Start it by `accelerate launch --use_deepspeed ... -m converter ...`, for one process too",
         )
     try:
-        plugin = DeepSpeedPlugin(zero3_init_flag=False)
+        plugin = DeepSpeedPlugin()
     except Exception as error:  # whatever a JSON that is not a config leads to
         raise ConverterError("accelerate cannot use this DeepSpeed config", why=_told(error)) from error
     config: dict[str, Any] = plugin.deepspeed_config
@@ -109,27 +106,13 @@ def zero_plugin(settings: HealSettings, bfloat16: bool) -> DeepSpeedPlugin:
     return plugin
 
 
-def load_whole() -> None:
-    """Have transformers load models whole: a model that only some processes load would wait for the others forever."""
-    from transformers.integrations import unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()
-
-
 def zero_trainee(accelerator: Accelerator, student: Student, optimizer: torch.optim.Optimizer) -> ZeroTrainee:
     """The student in DeepSpeed's engine."""
-    # The engine casts all that floats to bf16; of angles at far positions nothing would be left.
-    buffers = [(module, name, buffer) for module in student.modules() for name, buffer in module._buffers.items()]
     try:
         engine, wrapped = accelerator.prepare(student, optimizer)
     except Exception as error:  # pydantic's, DeepSpeed's own, assertions: each for some kind of bad config
         raise ConverterError("DeepSpeed does not start with this config", why=_told(error)) from error
-    for module, name, buffer in buffers:
-        module._buffers[name] = None if buffer is None else buffer.to(accelerator.device)
-    zero = wrapped.optimizer
-    if engine.zero_optimization_stage() == 3:
-        _skip_what_is_not_finite(zero)
-    return ZeroTrainee(accelerator, student, engine, zero)
+    return ZeroTrainee(accelerator, student, engine, wrapped.optimizer)
 
 
 class ZeroTrainee(Trainee):
@@ -151,7 +134,7 @@ class ZeroTrainee(Trainee):
         return found
 
     def step(self) -> float:
-        """See Trainee."""
+        """See Trainee. The engine leaves out what is not finite, and tells of it by a norm of inf."""
         self._engine.step()
         return float(self._engine.get_global_grad_norm())
 
@@ -280,22 +263,6 @@ def _stored(part: Path) -> Iterator[Any]:
             yield stored
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise damaged(part, error) from error
-
-
-def _skip_what_is_not_finite(zero: Any) -> None:
-    """Have ZeRO-3 look for gradients that are not finite in every precision, as it does in fp16."""
-
-    def overflowed(update_scale: bool = True) -> bool:
-        zero.check_overflow()
-        return bool(zero._loss_scale_update_and_overflow_cleanup() if update_scale else zero.overflow)
-
-    for name in ("_overflow_check_and_loss_scale_update", "_loss_scale_update_and_overflow_cleanup"):
-        if not hasattr(zero, name):
-            raise UnsupportedError(
-                "this version of DeepSpeed gives no way to leave out a gradient that is not finite",
-                fix="Use version 0.19, or ZeRO 2",
-            )
-    zero._overflow_check_and_loss_scale_update = overflowed
 
 
 def _is_on(section: Any) -> bool:
