@@ -7,7 +7,6 @@ they otherwise stop at it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,9 +58,9 @@ def check(path: str | Path, full: bool = False, *, progress: Progress | None = N
     """
     found: list[CheckpointError] = []
     checkpoint = Checkpoint.open(local_path(path), found.append)
-    faults = [Fault.of(error) for error in found] or list(_against_config(checkpoint))
+    faults, rows = ([Fault.of(error) for error in found], None) if found else _against_config(checkpoint)
     told = {fault.file for fault in faults}  # the config's faults are the tokenizer's too
-    faults += [fault for fault in _tokenizer(checkpoint.path, full) if fault.file not in told]
+    faults += [fault for fault in _tokenizer(checkpoint.path, rows, full) if fault.file not in told]
     if full:
         if progress:
             progress.stage("check", checkpoint.total_bytes)
@@ -72,38 +71,26 @@ def check(path: str | Path, full: bool = False, *, progress: Progress | None = N
     return tuple(faults)
 
 
-def _against_config(checkpoint: Checkpoint) -> Iterator[Fault]:
-    """Whether the tensors are those that the config means, where we know its family."""
+def _against_config(checkpoint: Checkpoint) -> tuple[list[Fault], int | None]:
+    """Whether the tensors are those that the config means, if we know its family; the rows of the embeddings."""
     found: list[CheckpointError] = []
-    unknown: UnsupportedError | None = None
-    source: SourceModel | None = None
     with reporting(found.append, checkpoint.path):
         try:
             source = SourceModel(checkpoint, found.append)
         except UnsupportedError as error:
-            unknown = error
-    yield from map(Fault.of, found)
-    if source is not None and not found:
-        yield from _ids_without_a_row(source)
-    if unknown is not None and not found:
-        what = f"the files were checked by themselves, not against the config: {unknown.what}"
-        yield Fault(checkpoint.config_file, None, what, remark=True)
+            if not found:
+                what = f"the files were checked by themselves, not against the config: {error.what}"
+                return [Fault(checkpoint.config_file, None, what, remark=True)], None
+    return [Fault.of(error) for error in found], None if found else source.spec.vocab_size
 
 
-def _ids_without_a_row(source: SourceModel) -> Iterator[Fault]:
-    """A tokenizer of another model, or one that got tokens which the embeddings did not."""
-    rows, folder = source.spec.vocab_size, source.checkpoint.path
-    with suppress(CheckpointError):  # told by _tokenizer
+def _tokenizer(folder: Path, rows: int | None, full: bool) -> Iterator[Fault]:
+    """What is wrong with the tokenizer: its files, and ids for which the embeddings have no row."""
+    try:
         ids = vocabulary_size(folder)
-        if ids is not None and ids > rows:
+        if ids is not None and rows is not None and ids > rows:
             what = f"the tokenizer has {ids} ids and the embeddings {rows} rows: text can give ids without a row"
             yield Fault(folder, None, what, remark=True)
-
-
-def _tokenizer(folder: Path, full: bool) -> Iterator[Fault]:
-    """What is wrong with the tokenizer's files by themselves."""
-    try:
-        vocabulary_size(folder)
         if full:
             load_tokenizer(folder)
     except CheckpointError as error:

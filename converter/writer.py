@@ -23,7 +23,7 @@ from converter.safetensors_file import Layout, build_header, num_bytes, total_si
 if TYPE_CHECKING:
     import torch
 
-_METADATA = {"format": "pt"}  # transformers refuses a file that does not say so
+METADATA = {"format": "pt"}  # transformers refuses a file that does not say so
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # file systems that cannot reserve space
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE)
@@ -51,7 +51,7 @@ class CheckpointWriter:
         folder: Path,
         tensors: Mapping[str, Layout],
         max_shard_size: int,
-        metadata: Mapping[str, str] = _METADATA,
+        metadata: Mapping[str, str] = METADATA,
         *,
         resume: bool = False,
         already_written: Iterable[str] = (),

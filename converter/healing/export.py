@@ -15,7 +15,7 @@ from converter.plan import DtypeName
 from converter.safetensors_file import Layout
 from converter.source import SourceModel
 from converter.tokenizer import load_tokenizer, same_ids, write_tokenizer
-from converter.writer import CheckpointWriter
+from converter.writer import METADATA, CheckpointWriter
 
 
 def check_exportable(source: SourceModel) -> None:
@@ -58,13 +58,17 @@ def layout_of(source: SourceModel, dtype: DtypeName) -> dict[str, Layout]:
 
 
 def export_weights(
-    gathered: Callable[[str], Tensor], layout: Mapping[str, Layout], folder: Path | None, max_shard_size: int
+    gathered: Callable[[str], Tensor],
+    layout: Mapping[str, Layout],
+    folder: Path | None,
+    max_shard_size: int,
+    metadata: Mapping[str, str] = METADATA,
 ) -> None:
     """Write the weights tensor by tensor; all processes take part, and the one with a `folder` writes.
 
     Each tensor is gathered when its turn comes: no process ever holds the whole model.
     """
-    writer = CheckpointWriter(folder, layout, max_shard_size) if folder is not None else None
+    writer = CheckpointWriter(folder, layout, max_shard_size, metadata) if folder is not None else None
     for name, (_, dtype) in layout.items():
         tensor = gathered(name)
         if writer is not None:

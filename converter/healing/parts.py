@@ -23,6 +23,7 @@ from converter.healing.teachers import place_teacher
 from converter.healing.texts import HealTexts, sequences_of
 from converter.healing.theta import theta_of
 from converter.healing.trainee import Trainee
+from converter.healing.zero import zero_trainee
 from converter.source import SourceModel
 from converter.spec import Norm
 from converter.text import windows
@@ -90,8 +91,6 @@ def prepared(accelerator: Accelerator, student: Student, roles: Roles, settings:
     """The student as accelerate distributes or shards it, and its optimizer."""
     optimizer = adamw(parameter_groups(student, roles, settings))
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        from converter.healing.zero import zero_trainee
-
         return zero_trainee(accelerator, student, optimizer)
     module, wrapped = accelerator.prepare(student, optimizer)
     # accelerate's wrapper serves fp16 and skipped steps, of which there are none.

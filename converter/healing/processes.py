@@ -12,11 +12,7 @@ from typing import TypeVar
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    DistributedType,
-    broadcast_object_list,
-)
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, broadcast_object_list
 
 from converter.errors import ConverterError, UnsupportedError
 from converter.healing.settings import HealSettings

@@ -18,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from converter.errors import ConverterError, UnsupportedError
+from converter.healing.export import export_weights
 from converter.healing.losses import LossWeights
 from converter.healing.model import Student, Sums
 from converter.healing.optimizer import set_rate
 from converter.healing.settings import HealSettings
 from converter.healing.trainee import MODEL, OPTIMIZER, Trainee, damaged
-from converter.writer import CheckpointWriter
+from converter.writer import METADATA
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -226,18 +227,12 @@ class ZeroTrainee(Trainee):
 
     def _write(self, folder: Path, tensors: Mapping[str, tuple[Any, str | None]]) -> None:
         """Write parameters, or their moments of a kind, as one safetensors file."""
-        writer = None
-        if self._accelerator.is_main_process:
-            layout = {name: (_shape(parameter), "float32") for name, (parameter, _) in tensors.items()}
-            steps = next((str(int(state["step"])) for state in self._states() if "step" in state), "0")
-            folder.mkdir()
-            writer = CheckpointWriter(folder, layout, _ONE_FILE, {"format": "pt", "steps": steps})
-        for name, (parameter, kind) in tensors.items():
-            tensor = _full(parameter, kind)
-            if writer is not None:
-                writer.write(name, tensor)
-        if writer is not None:
-            writer.finish()
+        layout = {name: (_shape(parameter), "float32") for name, (parameter, _) in tensors.items()}
+        steps = next((str(int(state["step"])) for state in self._states() if "step" in state), "0")
+        writes = folder if self._accelerator.is_main_process else None
+        if writes is not None:
+            writes.mkdir()
+        export_weights(lambda name: _full(*tensors[name]), layout, writes, _ONE_FILE, METADATA | {"steps": steps})
 
 
 def _full(parameter: nn.Parameter, kind: str | None = None) -> Tensor:
