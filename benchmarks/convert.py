@@ -22,8 +22,8 @@ import click
 import torch
 from measured import measured
 
-from converter.safetensors_file import Layout
-from converter.writer import CheckpointWriter
+from converter.files.safetensors import Layout
+from converter.files.writer import CheckpointWriter
 
 _IMPORTS = "import torch, transformers, converter; converter.convert"
 _WORK = 'converter.convert(sys.argv[1], sys.argv[2], recipe="gpt2-to-llama-naive", verify=False)'

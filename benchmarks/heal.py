@@ -23,20 +23,20 @@ import click
 import numpy as np
 import torch
 
-from converter.conversion import convert
+from converter.conversion.run import convert
 from converter.errors import ConverterError
+from converter.families.opened import SourceModel
+from converter.healing.launch import start
 from converter.healing.loop import Loop
 from converter.healing.parts import Learner, make_loop
-from converter.healing.processes import start
 from converter.healing.report import HealReport
 from converter.healing.run import heal
 from converter.healing.settings import HealSettings
-from converter.healing.texts import HealTexts
-from converter.source import SourceModel
-from converter.terminal import Bars, progress
-from converter.text import Document
-from converter.tokenized import Corpus
-from converter.verification import quiet_transformers
+from converter.measure.verify import quiet_transformers
+from converter.show.progress import Bars, progress
+from converter.text.documents import Corpus
+from converter.text.gather_heal import HealTexts
+from converter.text.windows import Document
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-gpt2"
 #: How far the loss may be above that of the unhealed model at any evaluation.

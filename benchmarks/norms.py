@@ -16,13 +16,13 @@ from pathlib import Path
 import click
 import torch
 
-from converter import model
-from converter.corpus import held_out_documents
-from converter.ops import Block
-from converter.source import SourceModel
-from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions, block_shapes, blocks
-from converter.text import Windows, documents_from_strings, windows
-from converter.tokenizer import load_tokenizer
+from converter import reference as model
+from converter.blocks import Block, BlockRef, block_shapes, blocks
+from converter.families.opened import SourceModel
+from converter.files.tokenizer import load_tokenizer
+from converter.spec import Activation, ModelSpec, Norm, Positions
+from converter.text.stdlib import held_out_documents
+from converter.text.windows import Windows, documents_from_strings, windows
 
 #: Tokens that the gradient is taken over.
 _TOKENS = 8192

@@ -24,20 +24,21 @@ import torch
 from convert import make_source
 from measured import measured
 
-from converter.conversion import convert, plan_conversion
-from converter.corpus import held_out_documents, training_documents
+from converter.blocks import LINEARS, Block, BlockRef, block_shapes
+from converter.conversion.recipe import load_recipe
+from converter.conversion.report import ConversionReport
+from converter.conversion.run import convert, plan_conversion
+from converter.conversion.walk import Walk
+from converter.families.opened import SourceModel
+from converter.files.tokenizer import load_tokenizer
 from converter.healing.run import heal
-from converter.ops import Block, Calibration, Notes, Op
+from converter.measure.verify import Figures
+from converter.ops import Calibration, Notes, Op
 from converter.ops.drop_biases import DropBiases
 from converter.ops.fit_blocks import MICRO_BATCH
-from converter.recipe import load_recipe
-from converter.report import ConversionReport
-from converter.source import SourceModel
-from converter.spec import LINEARS, BlockRef, ModelSpec, block_shapes
-from converter.texts import gather_texts, is_embedded_example
-from converter.tokenizer import load_tokenizer
-from converter.verification import Figures
-from converter.walk import Walk
+from converter.spec import ModelSpec
+from converter.text.gather import gather_texts, is_embedded_example
+from converter.text.stdlib import held_out_documents, training_documents
 
 RECIPES = ("gpt2-to-llama-naive", "gpt2-to-llama", "gpt2-to-llama-compact")
 POST_LN_RECIPES = ("postln-to-llama", "postln-to-llama-compact")
@@ -197,7 +198,7 @@ converter.convert(sys.argv[1], sys.argv[2], recipe="gpt2-to-llama", text=sys.arg
 
 def graph_bytes(block: Block, spec: ModelSpec, states: torch.Tensor) -> int:
     """Bytes that autograd keeps for the backward of one micro-batch, the parameters left out."""
-    from converter.model import run_layer
+    from converter.reference import run_layer
 
     own = {tensor.data_ptr() for tensor in block.values()}
     kept: dict[int, int] = {}

@@ -19,12 +19,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from converter import model
-from converter.corpus import training_documents
+from converter import reference as model
+from converter.blocks import BlockRef, block_shapes, blocks
 from converter.rope.columns import Columns
 from converter.rope.detect import COLUMNS, Detection, detect_layers
 from converter.rope.layout import other_layout, swap_rows
-from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions, RopeLayout, RopeSpec, block_shapes, blocks
+from converter.spec import Activation, ModelSpec, Norm, Positions, RopeLayout, RopeSpec
+from converter.text.stdlib import training_documents
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from measured import measured
 
+from converter.files.record import read_stamp
 from converter.spec import RopeLayout
-from converter.stamp import read_stamp
 
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 11008, 32, 8, 128, 32000
 CONFIG = {
@@ -69,7 +69,7 @@ def write_checkpoint(folder: Path, gigabytes: float) -> None:
     """A checkpoint of about this size."""
     import torch
 
-    from converter.writer import CheckpointWriter
+    from converter.files.writer import CheckpointWriter
 
     layer = sum(a * b for a, b in [(HEADS * HEAD_DIM, HIDDEN)] * 2 + [(KV_HEADS * HEAD_DIM, HIDDEN)] * 2)
     layer = 2 * (layer + 3 * MLP * HIDDEN)
@@ -130,8 +130,8 @@ def swap(source: Path, target: Path | None, to: str) -> dict[str, float]:
 
 def detection(source: Path) -> dict[str, float]:
     """Seconds of a detection, and for each GB of q and k."""
+    from converter.families.opened import SourceModel
     from converter.rope.detect import detect_source
-    from converter.source import SourceModel
 
     start, cpu = time.perf_counter(), time.process_time()
     opened = SourceModel.open(source)

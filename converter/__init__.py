@@ -23,16 +23,16 @@ __version__ = "0.1.0"
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 if TYPE_CHECKING:
-    from converter.checking import Fault, check
-    from converter.conversion import convert, plan_conversion
+    from converter.conversion.report import ConversionReport
+    from converter.conversion.run import convert, plan_conversion
     from converter.errors import ConverterError
-    from converter.evaluation import Evaluation, evaluate
     from converter.healing.report import HealReport
     from converter.healing.run import heal
     from converter.healing.upgrade import upgrade
-    from converter.inspection import Inspection, inspect
-    from converter.report import ConversionReport
-    from converter.verification import Comparison, verify
+    from converter.measure.check import Fault, check
+    from converter.measure.evaluate import Evaluation, evaluate
+    from converter.measure.inspect import Inspection, inspect
+    from converter.measure.verify import Comparison, verify
 
 __all__ = [
     "Comparison",
@@ -53,21 +53,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Comparison": "verification",
-    "ConversionReport": "report",
+    "Comparison": "measure.verify",
+    "ConversionReport": "conversion.report",
     "ConverterError": "errors",
-    "Evaluation": "evaluation",
-    "Fault": "checking",
+    "Evaluation": "measure.evaluate",
+    "Fault": "measure.check",
     "HealReport": "healing.report",
-    "Inspection": "inspection",
-    "check": "checking",
-    "convert": "conversion",
-    "evaluate": "evaluation",
+    "Inspection": "measure.inspect",
+    "check": "measure.check",
+    "convert": "conversion.run",
+    "evaluate": "measure.evaluate",
     "heal": "healing.run",
-    "inspect": "inspection",
-    "plan_conversion": "conversion",
+    "inspect": "measure.inspect",
+    "plan_conversion": "conversion.run",
     "upgrade": "healing.upgrade",
-    "verify": "verification",
+    "verify": "measure.verify",
 }
 
 

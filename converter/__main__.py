@@ -1,5 +1,5 @@
 """`python -m converter` is the command `converter`."""
 
-from converter.cli import main
+from converter.cli.main import main
 
 main()

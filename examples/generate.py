@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 from transformers import AutoModelForCausalLM
 
-from converter.tokenizer import load_tokenizer
-from converter.verification import quiet_transformers
+from converter.files.tokenizer import load_tokenizer
+from converter.measure.verify import quiet_transformers
 
 PROMPTS = (
     "import os\nimport sys\n\ndef main(",

@@ -5,7 +5,7 @@
     python examples/train_example.py --family opt --context 256 --out runs/opt
 
 The first line rebuilds the embedded example and its tokenizer from nothing but the running interpreter, in about an
-hour on two cores. The held-out modules of `converter.corpus` are never trained on.
+hour on two cores. The held-out modules of `converter.text.stdlib` are never trained on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from converter.corpus import held_out_documents, training_documents
+from converter.text.stdlib import held_out_documents, training_documents
 
 END_OF_TEXT = "<|endoftext|>"
 

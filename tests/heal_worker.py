@@ -18,11 +18,11 @@ from accelerate import PartialState
 from torch.distributed.fsdp import fully_shard
 
 from converter.healing import parts
+from converter.healing.launch import leave
 from converter.healing.loop import InterruptedRunError
-from converter.healing.model import Student
 from converter.healing.optimizer import parameter_groups
-from converter.healing.processes import leave
 from converter.healing.run import heal as run
+from converter.healing.student import Student
 from converter.healing.trainee import Trainee
 
 _FORWARD = Student.forward

@@ -28,10 +28,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from converter import model as reference
-from converter.ops import Block, Calibration, Notes, Op
-from converter.source import SourceModel
-from converter.spec import HEAD, BlockRef, ModelSpec, blocks
+from converter import reference
+from converter.blocks import HEAD, Block, BlockRef, blocks
+from converter.families.opened import SourceModel
+from converter.ops import Calibration, Notes, Op
+from converter.spec import ModelSpec
 
 M = TypeVar("M", bound=PreTrainedModel)
 

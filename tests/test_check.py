@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import converter
-from converter import Fault, check, weights
-from converter.checkpoint import Checkpoint
-from converter.cli import main
+from converter import Fault, check
+from converter.cli.main import main
 from converter.errors import CheckpointError
-from converter.source import SourceModel
+from converter.families.opened import SourceModel
+from converter.files.checkpoint import Checkpoint
+from converter.measure import weights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -488,7 +489,7 @@ def test_a_tokenizer_that_needs_a_package_is_a_remark(single: Path, error, monke
             raise error
 
     (single / "tokenizer.model").write_bytes(b"anything")
-    monkeypatch.setattr("converter.tokenizer._find_class", lambda name: Needy)
+    monkeypatch.setattr("converter.files.tokenizer._find_class", lambda name: Needy)
     (remark,) = check(single, full=True)
     assert remark.remark
     assert "needs a package that is not installed" in remark.what

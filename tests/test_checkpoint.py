@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from converter.checkpoint import Checkpoint, SourceHash, TensorInfo, clean_name
 from converter.errors import CheckpointError
+from converter.files.checkpoint import Checkpoint, SourceHash, TensorInfo, clean_name
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -517,7 +517,7 @@ def test_opening_safetensors_needs_no_torch(folder: Path) -> None:
     run(
         """
         import sys
-        from converter.checkpoint import Checkpoint
+        from converter.files.checkpoint import Checkpoint
         checkpoint = Checkpoint.open(sys.argv[1])
         assert checkpoint.same_tensor("a.weight", "a.weight") and checkpoint.sha256()
         assert "torch" not in sys.modules
@@ -537,7 +537,7 @@ def test_memory_stays_at_the_largest_tensor(tmp_path_factory: pytest.TempPathFac
         """
         import sys
         import torch
-        from converter.checkpoint import Checkpoint
+        from converter.files.checkpoint import Checkpoint
 
         def resident():
             return int(open("/proc/self/statm").read().split()[1]) * 4096

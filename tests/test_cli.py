@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from converter.cli import main
+from converter.cli.main import main
 
 NAIVE = ("--recipe", "gpt2-to-llama-naive")
 
@@ -60,7 +60,7 @@ def children_seconds() -> float:
 
 
 def test_help_is_quick_and_imports_no_torch() -> None:
-    code = "import sys; from converter.cli import main; main(['--help'], standalone_mode=False); assert not {m}"
+    code = "import sys; from converter.cli.main import main; main(['--help'], standalone_mode=False); assert not {m}"
     code = code.format(m="{'torch', 'transformers', 'numpy'} & set(sys.modules)")
     before = children_seconds()
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -70,9 +70,8 @@ def test_help_is_quick_and_imports_no_torch() -> None:
 
 @pytest.mark.parametrize("options", [[], ["--mapping"], ["--json"]])
 def test_inspect_imports_no_torch(options: list[str], source: Path) -> None:
-    code = (
-        f"import sys; from converter.cli import main; main({['inspect', str(source), *options]}, standalone_mode=False)"
-    )
+    command = ["inspect", str(source), *options]
+    code = f"import sys; from converter.cli.main import main; main({command}, standalone_mode=False)"
     code += "; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from walks import EXACT, source, walk
 
+from converter.conversion.plan import make_plan
+from converter.conversion.recipe import load_recipe
 from converter.errors import UnsupportedError
 from converter.ops.drop_final_norm_bias import DropFinalNormBias
 from converter.ops.gelu_to_swiglu import GeluToSwiglu
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
 from converter.ops.narrow_mlp import NarrowMLP, choose, compact_width
-from converter.plan import make_plan
-from converter.recipe import load_recipe
 
 BEFORE = (*EXACT, DropFinalNormBias(), GeluToSwiglu())
 ROPE = LearnedPositionsToRope()

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import converter
-from converter.conversion import plan_conversion
+from converter.blocks import Block
+from converter.conversion.report import ConversionReport
+from converter.conversion.run import plan_conversion
 from converter.errors import CheckpointError, ConverterError, RecipeError, UnsupportedError, VerificationError
-from converter.ops import Block
+from converter.families.opened import SourceModel
 from converter.ops.untie_head import UntieHead
-from converter.report import ConversionReport
-from converter.source import SourceModel
 
 #: Needs no text.
 NAIVE = "gpt2-to-llama-naive"

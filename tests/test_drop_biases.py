@@ -12,13 +12,14 @@ from transformers import AutoModelForCausalLM
 from walks import EXACT, source, walk
 
 import converter
-from converter.ops import Block, Calibration, Notes, Op
+from converter.blocks import Block, BlockRef
+from converter.families.opened import SourceModel
+from converter.ops import Calibration, Notes, Op
 from converter.ops.drop_biases import DropBiases, _move_to_v
 from converter.ops.drop_final_norm_bias import DropFinalNormBias
 from converter.ops.gelu_to_swiglu import GeluToSwiglu
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
-from converter.source import SourceModel
-from converter.spec import BlockRef, ModelSpec
+from converter.spec import ModelSpec
 
 BEFORE = (*EXACT, DropFinalNormBias(), GeluToSwiglu(), LearnedPositionsToRope())
 

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from torch.nn import functional as F
 
 import converter
-from converter.cli import main
+from converter.cli.main import main
 from converter.errors import ConverterError
-from converter.tokenizer import load_tokenizer
+from converter.files.tokenizer import load_tokenizer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-gpt2"
 TEXT = "def f(x):\n    return 'naïve'  # 😀\n" * 4

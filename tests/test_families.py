@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families.gpt2 import ACTIVATIONS
-from converter.source import SourceModel
+from converter.families.opened import SourceModel
+from converter.measure.verify import load_transformers
 from converter.spec import Activation
-from converter.verification import load_transformers
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,16 @@ import pytest
 import torch
 from walks import EXACT, source, walk
 
+from converter.blocks import Block, BlockRef
+from converter.conversion.recipe import load_recipe
 from converter.errors import RecipeError
-from converter.ops import Block, Calibration, Notes, Op
+from converter.families.opened import SourceModel
+from converter.ops import Calibration, Notes, Op
 from converter.ops.drop_final_norm_bias import DropFinalNormBias
 from converter.ops.fit_blocks import FitBlocks, _Metric, _reading, _schedule, _selections
 from converter.ops.gelu_to_swiglu import GeluToSwiglu
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
-from converter.recipe import load_recipe
-from converter.source import SourceModel
-from converter.spec import BlockRef, ModelSpec
+from converter.spec import ModelSpec
 
 BEFORE = (*EXACT, DropFinalNormBias(), GeluToSwiglu(), LearnedPositionsToRope())
 
@@ -145,6 +146,6 @@ def test_a_rate_and_a_batch_of_nothing_are_refused(override: str) -> None:
 def test_streams_on_disk_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = source(tmp_path)
     in_memory = walk(opened, *BEFORE, FitBlocks(steps=2), rows=4).tensors
-    monkeypatch.setattr("converter.streams._IN_MEMORY", 1000)
+    monkeypatch.setattr("converter.conversion.streams._IN_MEMORY", 1000)
     on_disk = walk(opened, *BEFORE, FitBlocks(steps=2), rows=4).tensors
     assert all(torch.equal(tensor, on_disk[name]) for name, tensor in in_memory.items())

@@ -14,15 +14,16 @@ from transformers import AutoModelForCausalLM
 from walks import EXACT, source, walk
 
 import converter
+from converter.blocks import Block, BlockRef
+from converter.conversion.recipe import parse_recipe
 from converter.errors import RecipeError, UnsupportedError
-from converter.model import run_attention, run_norm
-from converter.ops import Block, Notes
+from converter.ops import Notes
 from converter.ops.drop_final_norm_bias import DropFinalNormBias
 from converter.ops.gelu_to_swiglu import GeluToSwiglu
 from converter.ops.group_kv_heads import GroupKVHeads, share
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
-from converter.recipe import parse_recipe
-from converter.spec import BlockRef, ModelSpec, QKNorm
+from converter.reference import run_attention, run_norm
+from converter.spec import ModelSpec, QKNorm
 
 LAYER = BlockRef("layer", 1)
 FACTS = {"n_head": 6, "n_embd": 96}

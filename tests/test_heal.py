@@ -17,19 +17,19 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
+from converter.conversion.recipe import load_recipe
 from converter.errors import CheckpointError, ConverterError, RecipeError, UnsupportedError
+from converter.families.opened import SourceModel
+from converter.healing.launch import check_launch
 from converter.healing.loop import InterruptedRunError
-from converter.healing.model import Teacher
 from converter.healing.optimizer import parameter_groups, rate_at
-from converter.healing.processes import check_launch
 from converter.healing.recorded import RecordedTeacher, _digests
 from converter.healing.run import heal
+from converter.healing.schedules import ramp, set_theta, theta_of
 from converter.healing.settings import HealSettings
-from converter.healing.theta import ramp, set_theta, theta_of
+from converter.healing.student import Teacher
 from converter.healing.zero import check_config, zero_plugin
-from converter.recipe import load_recipe
-from converter.source import SourceModel
-from converter.verification import load_plain
+from converter.measure.verify import load_plain
 
 STEPS, TOKENS = 12, 160  # of 4 sequences of 40 tokens each
 SHORT = (
@@ -337,7 +337,7 @@ def test_a_ramp_ends_before_anything_counts_as_best(run):
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_counted(run, monkeypatch):
-    from converter.healing.model import Student
+    from converter.healing.student import Student
 
     forward, calls = Student.forward, []
 

@@ -8,8 +8,8 @@ import models
 import pytest
 from click.testing import CliRunner
 
-from converter.cli import main
-from converter.verification import load_plain
+from converter.cli.main import main
+from converter.measure.verify import load_plain
 
 SHORT = ("--tokens", "480", "--context", "40", "--set", "heal.sequences_per_step=4", "--set", "heal.rate=3e-3")
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from converter.healing.batches import IGNORE, Batches
 from converter.healing.losses import Head, HeadLosses, LossWeights, Top, head_losses, hidden_state_loss, liger
-from converter.tokenized import Corpus
+from converter.text.documents import Corpus
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCAB = 23, 8, 12, 61
 MIXED = LossWeights(kl=0.7, ce=0.4)

@@ -19,10 +19,10 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 
 import converter
-from converter.cli import main
+from converter.cli.main import main
 from converter.errors import CheckpointError
-from converter.hub import hub_id, local_path
-from converter.source import SourceModel
+from converter.families.opened import SourceModel
+from converter.files.hub import hub_id, local_path
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

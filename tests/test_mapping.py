@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from converter.mapping import Direct, FusedLayout, FusedQKV, Transposed
+from converter.families.mapping import Direct, FusedLayout, FusedQKV, Transposed
 
 HEADS, KV_HEADS, D, HIDDEN = 8, 2, 16, 24
 

@@ -16,14 +16,14 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import converter
-from converter.checkpoint import Checkpoint
-from converter.cli import main
+from converter.cli.main import main
+from converter.conversion.plan import make_plan
+from converter.conversion.recipe import load_recipe
 from converter.errors import CheckpointError, ConverterError, RecipeError, UnsupportedError
-from converter.plan import make_plan
-from converter.recipe import load_recipe
-from converter.source import SourceModel
+from converter.families.opened import SourceModel
+from converter.files.checkpoint import Checkpoint
+from converter.measure.verify import load_transformers
 from converter.spec import Activation
-from converter.verification import load_transformers
 
 HEADS, HIDDEN, LAYERS = 3, 48, 2
 

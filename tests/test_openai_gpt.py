@@ -15,13 +15,13 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import OpenAIGPTTokenizer
 
-from converter.conversion import plan_conversion
+from converter.conversion.recipe import Recipe
+from converter.conversion.run import plan_conversion
 from converter.errors import ConverterError, UnsupportedError
-from converter.recipe import Recipe
-from converter.source import SourceModel
+from converter.families.opened import SourceModel
+from converter.files.tokenizer import load_tokenizer, same_ids, write_tokenizer
+from converter.measure.verify import load_transformers
 from converter.spec import Activation
-from converter.tokenizer import load_tokenizer, same_ids, write_tokenizer
-from converter.verification import load_transformers
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {},

@@ -11,9 +11,13 @@ import torch
 from models import TOLERANCE, Converted, Given
 from torch import Tensor
 
+from converter.blocks import EMBEDDINGS, HEAD, Block, BlockRef, blocks
+from converter.conversion.plan import make_plan
+from converter.conversion.recipe import Recipe, load_recipe
+from converter.conversion.walk import Walk
 from converter.errors import UnsupportedError
-from converter.model import run_final_norm, run_mlp
-from converter.ops import Block, Notes, Op, ops
+from converter.families.opened import SourceModel
+from converter.ops import Notes, Op, ops
 from converter.ops.cast import Cast
 from converter.ops.fold_attention_scale import FoldAttentionScale
 from converter.ops.fold_final_norm_bias import FoldFinalNormBias
@@ -21,11 +25,8 @@ from converter.ops.gelu_to_swiglu import GeluToSwiglu
 from converter.ops.layernorm_to_rmsnorm import LayerNormToRMSNorm
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
 from converter.ops.untie_head import UntieHead
-from converter.plan import make_plan
-from converter.recipe import Recipe, load_recipe
-from converter.source import SourceModel
-from converter.spec import EMBEDDINGS, HEAD, BlockRef, Norm, Positions, blocks
-from converter.walk import Walk
+from converter.reference import run_final_norm, run_mlp
+from converter.spec import Norm, Positions
 
 FOLD, UNTIE, RMSNORM = FoldAttentionScale(), UntieHead(), LayerNormToRMSNorm()
 

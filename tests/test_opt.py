@@ -13,18 +13,18 @@ from models import TOLERANCE, Converted
 from torch import Tensor
 from walks import text as random_text
 
-from converter.conversion import plan_conversion
+from converter.blocks import EMBEDDINGS, HEAD, BlockRef
+from converter.conversion.recipe import Recipe, load_recipe
+from converter.conversion.run import plan_conversion
+from converter.conversion.walk import Walk
 from converter.errors import CheckpointError, UnsupportedError
-from converter.mapping import Ones, Skipped
+from converter.families.mapping import Ones, Skipped
+from converter.families.opened import SourceModel
+from converter.measure.verify import load_transformers
 from converter.ops.fold_attention_scale import FoldAttentionScale
 from converter.ops.gelu_to_swiglu import GeluToSwiglu
 from converter.ops.layernorm_to_rmsnorm import LayerNormToRMSNorm
 from converter.ops.untie_head import UntieHead
-from converter.recipe import Recipe, load_recipe
-from converter.source import SourceModel
-from converter.spec import EMBEDDINGS, HEAD, BlockRef
-from converter.verification import load_transformers
-from converter.walk import Walk
 
 PROJECTED = {"word_embed_proj_dim": 20}
 POST_LN = {"do_layer_norm_before": False}

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from converter.errors import ConverterError
-from converter.output import OutputFolder
-from converter.safetensors_file import Layout, total_size
-from converter.writer import CheckpointWriter
+from converter.files.output import OutputFolder
+from converter.files.safetensors import Layout, total_size
+from converter.files.writer import CheckpointWriter
 
 
 def make_checkpoint(folder: Path, content: str = "old") -> Path:
@@ -248,8 +248,8 @@ def test_killed_half_way_and_resumed(tmp_path: Path) -> None:
         import os, signal, sys
         from pathlib import Path
         import torch
-        from converter.output import OutputFolder
-        from converter.writer import CheckpointWriter
+        from converter.files.output import OutputFolder
+        from converter.files.writer import CheckpointWriter
 
         folder = Path(sys.argv[1])
         tensors = torch.load(folder / "tensors.bin")

@@ -16,18 +16,19 @@ from transformers import AutoModelForCausalLM
 from transformers.models.ctrl.modeling_ctrl import positional_encoding
 from walks import walk
 
-from converter import model as reference
-from converter.conversion import convert
+from converter import reference
+from converter.blocks import EMBEDDINGS, HEAD, Block, BlockRef, block_shapes
+from converter.conversion.plan import make_plan
+from converter.conversion.recipe import Recipe, load_recipe
+from converter.conversion.run import convert
 from converter.errors import UnsupportedError
-from converter.ops import Block, Calibration, Notes, Op
+from converter.families.opened import SourceModel
+from converter.ops import Calibration, Notes, Op
 from converter.ops.fit_blocks import FitBlocks
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
 from converter.ops.post_ln_to_pre_ln import PostLNToPreLN
 from converter.ops.untie_head import UntieHead
-from converter.plan import make_plan
-from converter.recipe import Recipe, load_recipe
-from converter.source import SourceModel
-from converter.spec import EMBEDDINGS, HEAD, BlockRef, ModelSpec, Positions, block_shapes
+from converter.spec import ModelSpec, Positions
 
 MOVE = PostLNToPreLN()
 LAYER = BlockRef("layer", 0)

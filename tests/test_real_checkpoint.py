@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from converter.conversion import convert
-from converter.corpus import held_out_documents
+from converter.conversion.run import convert
+from converter.families.opened import SourceModel
 from converter.rope.by_loss import detect_by_loss, text_windows
 from converter.rope.detect import detect_layers, detect_source, query_key_layers
-from converter.source import SourceModel
 from converter.spec import RopeLayout
+from converter.text.stdlib import held_out_documents
 
 pytestmark = pytest.mark.slow
 

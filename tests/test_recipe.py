@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from converter.conversion.recipe import Recipe, VerifySettings, load_recipe, parse_recipe, shipped_recipes
 from converter.errors import RecipeError
 from converter.ops.gelu_to_swiglu import GeluToSwiglu
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
 from converter.ops.untie_head import UntieHead
-from converter.recipe import Recipe, VerifySettings, load_recipe, parse_recipe, shipped_recipes
 
 HEAD = "name: mine\nsource: gpt2\ntarget: llama\n"
 STEPS = (
@@ -204,5 +204,7 @@ def test_a_recipe_that_is_not_text(tmp_path: Path) -> None:
 
 
 def test_parsing_imports_no_torch() -> None:
-    code = "import sys, converter.recipe as r; r.load_recipe('gpt2-to-llama'); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, converter.conversion.recipe as r; r.load_recipe('gpt2-to-llama'); sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ import pytest
 
 from converter import convert
 from converter.errors import ConverterError
-from converter.writer import CheckpointWriter
+from converter.files.writer import CheckpointWriter
 
 OPTIONS = {"recipe": "gpt2-to-llama-naive", "max_shard_size": "20KB"}
 
@@ -64,12 +64,12 @@ def test_resuming_after_a_kill_at_any_tensor_gives_the_uninterrupted_bytes(
 @pytest.mark.parametrize(
     "moment",
     [
-        "converter.conversion._write_metadata",
-        "converter.conversion._verified",
-        "converter.conversion.draw_figures",
-        "converter.conversion.model_card",
-        "converter.conversion.Journal.remove",
-        "converter.conversion.OutputFolder.commit",
+        "converter.conversion.run._write_metadata",
+        "converter.conversion.run._verified",
+        "converter.conversion.run.draw_figures",
+        "converter.conversion.run.model_card",
+        "converter.conversion.run.Journal.remove",
+        "converter.conversion.run.OutputFolder.commit",
     ],
 )
 def test_resuming_after_a_kill_behind_the_walk_gives_the_uninterrupted_bytes(

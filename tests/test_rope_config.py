@@ -12,11 +12,11 @@ from models import edit_config, run, save
 from test_rope_families import LLAMA3, LLAMA_LIKE, make
 from torch import Tensor
 
-from converter.config import ConfigReader
-from converter.conversion import convert
+from converter.conversion.run import convert
 from converter.errors import CheckpointError
-from converter.model import rope_frequencies
-from converter.source import SourceModel
+from converter.families.config import ConfigReader
+from converter.families.opened import SourceModel
+from converter.reference import rope_frequencies
 from converter.spec import RopeLayout
 
 LONG = {**LLAMA_LIKE, "max_position_embeddings": 1200}

@@ -16,18 +16,18 @@ from models import VOCAB, random_ids, run, save, write_ids
 from test_rope_families import LLAMA_LIKE, make
 from transformers import PreTrainedModel
 
-from converter.containers.llama_meta import write_shards
-from converter.conversion import convert, plan_conversion
+from converter.conversion.recipe import Recipe, load_recipe
+from converter.conversion.run import convert, plan_conversion
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families.llama_meta import feed_forward_size
+from converter.families.opened import SourceModel
+from converter.files.llama_meta import write_shards
+from converter.measure.verify import load_any, load_plain
 from converter.ops.cut_for_ranks import CutForRanks
-from converter.recipe import Recipe, load_recipe
 from converter.rope.layout import swap_rows
 from converter.rope.scaling import scaling_of
 from converter.rope.swap import swap
-from converter.source import SourceModel
 from converter.spec import RopeLayout
-from converter.verification import load_any, load_plain
 
 gguf = pytest.importorskip("gguf")
 
@@ -291,7 +291,7 @@ class TestGGUF:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        from converter.containers.gguf import GGUFFile
+        from converter.files.gguf import GGUFFile
 
         found = GGUFFile(tmp_path / "model.gguf").read("x").numpy().reshape(8, 256)
         assert np.allclose(found, np.stack([globals()[f"unpack_{kind.lower()}"](block) for block in blocks]))

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from test_rope_families import LLAMA_LIKE, make
 from torch import Tensor
 
-from converter.cli import main
+from converter.cli.main import main
 from converter.errors import ConverterError
+from converter.families.opened import SourceModel
 from converter.rope.detect import LEAST_SCORE, Detection, detect, detect_layers
 from converter.rope.hypotheses import hypotheses
 from converter.rope.layout import swap_rows
 from converter.rope.swap import swap
-from converter.source import SourceModel
 from converter.spec import ModelSpec, RopeLayout
 
 INTERLEAVED, HALF_SPLIT = RopeLayout.INTERLEAVED, RopeLayout.HALF_SPLIT

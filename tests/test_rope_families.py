@@ -15,13 +15,13 @@ import transformers
 from models import edit_config, jitter, random_ids, run, save
 from transformers import PreTrainedModel
 
-from converter.conversion import plan_conversion
+from converter.conversion.recipe import Recipe
+from converter.conversion.run import plan_conversion
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
-from converter.recipe import Recipe
+from converter.families.opened import SourceModel
+from converter.measure.verify import load_transformers
 from converter.rope.layout import other_layout
-from converter.source import SourceModel
 from converter.spec import QKNorm, RopeLayout
-from converter.verification import load_transformers
 
 LLAMA_LIKE = {
     "vocab_size": 61,
@@ -173,7 +173,7 @@ def test_a_parallel_residual_is_refused_by_a_conversion(family: str, config: dic
 def test_a_target_writes_what_it_reads(family: str, target: str, tmp_path: Path):
     source = SourceModel.open(save(make(family, {**LLAMA_LIKE, "hidden_size": 96}), tmp_path / "model"))
     plan = plan_conversion(tmp_path / "model", Recipe("r", (target,), target, ()))
-    from converter.config import ConfigReader
+    from converter.families.config import ConfigReader
 
     config = plan.target.write_config(plan.target_spec)
     assert plan.target.read_spec(ConfigReader(config, "written"), source.spec.tied_head) == source.spec

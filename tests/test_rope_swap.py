@@ -23,17 +23,17 @@ from models import random_ids, relative, run, save, write
 from safetensors.torch import load_file, save_file
 from test_rope_families import GPTJ, LLAMA_LIKE, NEOX, make
 
-from converter.conversion import convert
+from converter.conversion.run import convert
 from converter.errors import ConverterError, UnsupportedError
+from converter.families.opened import SourceModel
+from converter.files.record import read_stamp
+from converter.measure.verify import load_any, load_plain
 from converter.rope import journal, patch, scores
 from converter.rope.journal import FOLDER
 from converter.rope.moves import unit_edges
 from converter.rope.patch import roll_back, swap_in_place
 from converter.rope.swap import swap
-from converter.source import SourceModel
 from converter.spec import RopeLayout
-from converter.stamp import read_stamp
-from converter.verification import load_any, load_plain
 
 INTERLEAVED, HALF_SPLIT = RopeLayout.INTERLEAVED, RopeLayout.HALF_SPLIT
 

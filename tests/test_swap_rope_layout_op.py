@@ -10,12 +10,12 @@ import torch
 from models import Converted, gpt2, random_ids, relative, save
 from test_rope_families import GPTJ, LLAMA_LIKE, NEOX, make
 
+from converter.conversion.recipe import parse_recipe
 from converter.errors import UnsupportedError
+from converter.families.opened import SourceModel
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
 from converter.ops.swap_rope_layout import SwapRopeLayout
 from converter.ops.untie_head import UntieHead
-from converter.recipe import parse_recipe
-from converter.source import SourceModel
 from converter.spec import RopeLayout
 
 MODELS = {

@@ -13,9 +13,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from converter import text as text_module
 from converter.errors import ConverterError
-from converter.text import Document, documents_from_strings, hold_out, read_documents, windows
+from converter.text import windows as text_module
+from converter.text.windows import Document, documents_from_strings, hold_out, read_documents, windows
 
 EOT = "<|endoftext|>"
 
@@ -232,8 +232,8 @@ def test_a_long_text_is_cut_only_where_no_token_changes(kind, monkeypatch):
         vocab_size=600, special_tokens=[EOT], initial_alphabet=alphabet, max_token_length=16, show_progress=False
     )
     backend.train_from_iterator(text.splitlines(keepends=True), trainer)
-    monkeypatch.setattr("converter.text._PIECE", 2000)
-    monkeypatch.setattr("converter.text._BATCH", 9000)
+    monkeypatch.setattr("converter.text.windows._PIECE", 2000)
+    monkeypatch.setattr("converter.text.windows._BATCH", 9000)
     pieces = list(text_module._pieces(text, backend))
     assert "".join(pieces) == text
     assert len(pieces) == 1 if kind == "Llama 2" else len(pieces) > 100
@@ -413,5 +413,5 @@ def test_ten_megabytes_take_seconds(tmp_path, tokenizer):
 
 
 def test_importing_the_module_imports_no_torch():
-    code = "import sys, converter.text; sys.exit('torch' in sys.modules)"
+    code = "import sys, converter.text.windows; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -15,12 +15,12 @@ import pytest
 import torch
 from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from converter import tokenized
 from converter.errors import ConverterError, VerificationError
+from converter.files.tokenizer import load_tokenizer
 from converter.healing.batches import IGNORE, Batches, Sequences
-from converter.healing.documents import check_no_leak, run_packed, run_packed_layers
-from converter.tokenized import Corpus, load_corpus
-from converter.tokenizer import load_tokenizer
+from converter.healing.packed import check_no_leak, run_packed, run_packed_layers
+from converter.text import documents as tokenized
+from converter.text.documents import Corpus, load_corpus
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-gpt2"
 VOCAB, EOT = 4096, 0

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from converter.errors import CheckpointError, UnsupportedError, VerificationError
-from converter.tokenizer import PROBE_TEXTS, load_tokenizer, same_ids, write_tokenizer
+from converter.files.tokenizer import PROBE_TEXTS, load_tokenizer, same_ids, write_tokenizer
 
 TRAINING_TEXT = [
     "def hello(name):\n    return 'naïve café, 2024-02-30' if name else 12345\n\n",
@@ -441,7 +441,7 @@ def test_same_ids_sees_a_vocabulary_that_differs_where_no_probe_looks():
 
 
 def test_importing_the_module_imports_neither_torch_nor_transformers():
-    code = "import sys, converter.tokenizer; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, converter.files.tokenizer; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

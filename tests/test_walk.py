@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from converter.conversion import plan_conversion
-from converter.ops import Block, Notes
-from converter.report import StepReport, unexplained_drift
-from converter.text import Windows
-from converter.verification import Tally, batches, predictions
-from converter.walk import Walk
+from converter.blocks import Block
+from converter.conversion.report import StepReport, unexplained_drift
+from converter.conversion.run import plan_conversion
+from converter.conversion.walk import Walk
+from converter.measure.verify import Tally, batches, predictions
+from converter.ops import Notes
+from converter.text.windows import Windows
 
 RECIPE = "gpt2-to-llama-naive"
 

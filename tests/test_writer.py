@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from converter.checkpoint import Checkpoint
-from converter.disk import PIECE, Run
 from converter.errors import CheckpointError, ConverterError
-from converter.safetensors_file import Layout, total_size
-from converter.writer import CheckpointWriter, parse_size, plan_shards
+from converter.files.checkpoint import Checkpoint
+from converter.files.direct_io import PIECE, Run
+from converter.files.safetensors import Layout, total_size
+from converter.files.writer import CheckpointWriter, parse_size, plan_shards
 
 DTYPES = [
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64",

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from converter.conversion.plan import Plan, make_plan
+from converter.conversion.recipe import Recipe
+from converter.conversion.walk import Findings, Walk
+from converter.families.opened import SourceModel
 from converter.ops import Op
 from converter.ops.fold_attention_scale import FoldAttentionScale
 from converter.ops.layernorm_to_rmsnorm import LayerNormToRMSNorm
 from converter.ops.untie_head import UntieHead
-from converter.plan import Plan, make_plan
-from converter.recipe import Recipe
-from converter.source import SourceModel
-from converter.text import Windows
-from converter.walk import Findings, Walk
+from converter.text.windows import Windows
 
 EXACT: tuple[Op, ...] = (FoldAttentionScale(), UntieHead(), LayerNormToRMSNorm())
 

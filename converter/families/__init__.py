@@ -16,10 +16,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from converter.config import ConfigReader
+from converter.blocks import BlockRef, block_shapes
 from converter.errors import CheckpointError, UnsupportedError, did_you_mean
-from converter.mapping import Drop, TensorMapping
-from converter.spec import BlockRef, ModelSpec, block_shapes
+from converter.families.config import ConfigReader
+from converter.families.mapping import Drop, TensorMapping
+from converter.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

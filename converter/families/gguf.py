@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from converter.config import ConfigReader
-from converter.containers.gguf import DIVISORS
+from converter.blocks import BlockRef
 from converter.errors import CheckpointError, UnsupportedError, did_you_mean
 from converter.families import Family, family
-from converter.mapping import Direct, Drop, TensorMapping
+from converter.families.config import ConfigReader
+from converter.families.mapping import Direct, Drop, TensorMapping
+from converter.files.gguf import DIVISORS
 from converter.rope.scaling import scaling_of
-from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions, QKNorm, RopeLayout, RopeSpec
+from converter.spec import Activation, ModelSpec, Norm, Positions, QKNorm, RopeLayout, RopeSpec
 
 #: Architecture -> layout, linears that carry biases, norms on q and k.
 ARCHITECTURES: dict[str, tuple[RopeLayout, frozenset[str], QKNorm | None]] = {

@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import product
 from typing import Any, ClassVar
 
-from converter.checkpoint import Checkpoint, TensorInfo
-from converter.config import ConfigReader
+from converter.blocks import BlockRef
 from converter.errors import UnsupportedError
 from converter.families import TargetFamily, family, only_biases
-from converter.mapping import Direct, Drop, FusedLayout, FusedQKV, TensorMapping, Transposed
-from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions
+from converter.families.config import ConfigReader
+from converter.families.mapping import Direct, Drop, FusedLayout, FusedQKV, TensorMapping, Transposed
+from converter.files.checkpoint import Checkpoint, TensorInfo
+from converter.spec import Activation, ModelSpec, Norm, Positions
 
 ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,

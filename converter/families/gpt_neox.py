@@ -5,12 +5,13 @@ No op represents a parallel residual: such a model can be inspected, its layout 
 
 from __future__ import annotations
 
-from converter.config import ConfigReader
+from converter.blocks import BlockRef
 from converter.errors import CheckpointError
 from converter.families import Family, family
+from converter.families.config import ConfigReader
 from converter.families.gpt2 import ACTIVATIONS, not_a_causal_mask
-from converter.mapping import Direct, Drop, FusedLayout, FusedQKV, TensorMapping
-from converter.spec import BlockRef, ModelSpec, Norm, Positions, RopeLayout, RopeSpec
+from converter.families.mapping import Direct, Drop, FusedLayout, FusedQKV, TensorMapping
+from converter.spec import ModelSpec, Norm, Positions, RopeLayout, RopeSpec
 
 
 @family

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from converter.config import ConfigReader
+from converter.blocks import BlockRef
 from converter.errors import UnsupportedError
 from converter.families import Family, family
+from converter.families.config import ConfigReader
 from converter.families.gpt2 import ACTIVATIONS, not_a_causal_mask
-from converter.mapping import Direct, Drop, Shared, TensorMapping
-from converter.spec import BlockRef, ModelSpec, Norm, Positions, RopeLayout, RopeSpec
+from converter.families.mapping import Direct, Drop, Shared, TensorMapping
+from converter.spec import ModelSpec, Norm, Positions, RopeLayout, RopeSpec
 
 
 @family

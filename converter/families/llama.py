@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from converter.config import ConfigReader
+from converter.blocks import BlockRef
 from converter.errors import UnsupportedError
 from converter.families import TargetFamily, family
+from converter.families.config import ConfigReader
 from converter.families.gpt2 import ACTIVATIONS, activation_name
-from converter.mapping import Direct, Drop, TensorMapping
-from converter.spec import BlockRef, ModelSpec, Norm, Positions, RopeLayout
+from converter.families.mapping import Direct, Drop, TensorMapping
+from converter.spec import ModelSpec, Norm, Positions, RopeLayout
 
 ATTENTION = frozenset({"q", "k", "v", "o"})
 MLP = frozenset({"gate", "up", "down"})

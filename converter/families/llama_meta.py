@@ -10,15 +10,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from converter.config import ConfigReader
-from converter.containers.llama_meta import PARAMS, write_shards
+from converter.blocks import BlockRef
 from converter.errors import CheckpointError, UnsupportedError
 from converter.families import family
+from converter.families.config import ConfigReader
 from converter.families.llama import Llama
-from converter.json_text import write_json
-from converter.mapping import Direct, Drop, TensorMapping
-from converter.safetensors_file import SafetensorsFile
-from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions, RopeLayout, RopeSpec
+from converter.families.mapping import Direct, Drop, TensorMapping
+from converter.files.json_text import write_json
+from converter.files.llama_meta import PARAMS, write_shards
+from converter.files.safetensors import SafetensorsFile
+from converter.spec import Activation, ModelSpec, Norm, Positions, RopeLayout, RopeSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

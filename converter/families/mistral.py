@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from converter.config import ConfigReader
 from converter.errors import UnsupportedError
 from converter.families import family, only_biases
+from converter.families.config import ConfigReader
 from converter.families.llama import Llama
 from converter.spec import ModelSpec
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from converter.config import ConfigReader
+from converter.blocks import BlockRef
 from converter.families import Family, family
+from converter.families.config import ConfigReader
 from converter.families.gpt2 import ACTIVATIONS, not_a_causal_mask
-from converter.mapping import Direct, Drop, FusedLayout, FusedQKV, TensorMapping
-from converter.spec import BlockRef, ModelSpec, Norm, Positions
+from converter.families.mapping import Direct, Drop, FusedLayout, FusedQKV, TensorMapping
+from converter.spec import ModelSpec, Norm, Positions
 
 #: The vocabulary of GPT-2's tokenizer, and the rows that nanoGPT gives it: the next multiple of 64.
 _TOKENS, _PADDED = 50257, 50304

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converter.config import ConfigReader
+from converter.blocks import BlockRef
 from converter.families import Family, family
+from converter.families.config import ConfigReader
 from converter.families.gpt2 import not_a_causal_mask
-from converter.mapping import Direct, Drop, FusedLayout, FusedQKV, TensorMapping, Transposed
-from converter.spec import Activation, BlockRef, ModelSpec, Norm, Positions
+from converter.families.mapping import Direct, Drop, FusedLayout, FusedQKV, TensorMapping, Transposed
+from converter.spec import Activation, ModelSpec, Norm, Positions
 
 #: This family's own names: its "gelu" is the tanh form.
 ACTIVATIONS = {

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from converter.config import ConfigReader
+from converter.blocks import BlockRef
 from converter.errors import UnsupportedError
 from converter.families import Family, family
+from converter.families.config import ConfigReader
 from converter.families.gpt2 import ACTIVATIONS
-from converter.mapping import Direct, Ones, Projected, Skipped, TensorMapping
-from converter.spec import BlockRef, ModelSpec, Norm, Positions
+from converter.families.mapping import Direct, Ones, Projected, Skipped, TensorMapping
+from converter.spec import ModelSpec, Norm, Positions
 
 #: Rows of the position table before that of the first position (fairseq's pad index, plus one).
 _OFFSET = 2

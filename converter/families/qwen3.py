@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from converter.config import ConfigReader
 from converter.errors import UnsupportedError
 from converter.families import family, only_biases
+from converter.families.config import ConfigReader
 from converter.families.llama import ATTENTION, Llama
 from converter.families.qwen2 import refuse_windows
 from converter.spec import ModelSpec, QKNorm

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from converter.errors import ConverterError
-from converter.tokenized import Corpus
+from converter.text.documents import Corpus
 
 #: The target of a token that has none.
 IGNORE = -100

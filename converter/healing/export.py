@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from converter.conversion.plan import DtypeName
 from converter.errors import CheckpointError, UnsupportedError
-from converter.json_text import write_json
-from converter.plan import DtypeName
-from converter.safetensors_file import Layout
-from converter.source import SourceModel
-from converter.tokenizer import load_tokenizer, same_ids, write_tokenizer
-from converter.writer import METADATA, CheckpointWriter
+from converter.families.opened import SourceModel
+from converter.files.json_text import write_json
+from converter.files.safetensors import Layout
+from converter.files.tokenizer import load_tokenizer, same_ids, write_tokenizer
+from converter.files.writer import METADATA, CheckpointWriter
 
 
 def check_exportable(source: SourceModel) -> None:

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from converter import __version__
+from converter.conversion.plan import DtypeName
+from converter.conversion.recipe import Recipe, load_recipe, with_overrides
 from converter.errors import ConverterError, UnsupportedError
+from converter.families.opened import SourceModel
+from converter.files.tokenizer import load_tokenizer, same_ids
+from converter.files.writer import parse_size
 from converter.healing.export import check_exportable, check_generation_config
 from converter.healing.settings import HealSettings
-from converter.healing.texts import HealTexts
-from converter.plan import DtypeName
-from converter.recipe import Recipe, load_recipe, with_overrides
-from converter.source import SourceModel
-from converter.tokenizer import load_tokenizer, same_ids
-from converter.writer import parse_size
+from converter.text.gather_heal import HealTexts
 
 #: Settings that change how a run is made and nothing about what it makes.
 _FREE = ("keep", "micro_batch", "save_every", "gradient_checkpointing", "teacher", "top_k")

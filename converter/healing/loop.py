@@ -24,16 +24,16 @@ import torch
 from accelerate import Accelerator
 
 from converter.errors import ConverterError
+from converter.files.json_text import to_json
 from converter.healing.batches import Batches, Sequences
 from converter.healing.losses import LossWeights
-from converter.healing.model import Answer, Sums, Teacher
 from converter.healing.optimizer import rate_at, set_rate
 from converter.healing.recorded import RecordedTeacher
+from converter.healing.schedules import ramp, set_theta
 from converter.healing.settings import HealSettings
 from converter.healing.snapshots import Snapshots
-from converter.healing.theta import ramp, set_theta
+from converter.healing.student import Answer, Sums, Teacher
 from converter.healing.trainee import Trainee
-from converter.json_text import to_json
 
 #: Steps in a row without a finite gradient after which a run is over.
 _HOPELESS = 10

@@ -11,23 +11,23 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
 
+from converter.families.opened import SourceModel
 from converter.healing.batches import Batches, Sequences
-from converter.healing.documents import check_no_leak
 from converter.healing.loop import Loop
 from converter.healing.losses import LossWeights
-from converter.healing.model import Student, Teacher, in_bfloat16
 from converter.healing.optimizer import adamw, parameter_groups
+from converter.healing.packed import check_no_leak
 from converter.healing.recorded import RecordedTeacher, folder_for
+from converter.healing.schedules import theta_of
 from converter.healing.settings import HealSettings
+from converter.healing.student import Student, Teacher, in_bfloat16
 from converter.healing.teachers import place_teacher
-from converter.healing.texts import HealTexts, sequences_of
-from converter.healing.theta import theta_of
 from converter.healing.trainee import Trainee
 from converter.healing.zero import zero_trainee
-from converter.source import SourceModel
+from converter.measure.verify import load_transformers
 from converter.spec import Norm
-from converter.text import windows
-from converter.verification import load_transformers
+from converter.text.gather_heal import HealTexts, sequences_of
+from converter.text.windows import windows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

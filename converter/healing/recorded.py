@@ -20,10 +20,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from converter.files.output import disk_errors, fsync
 from converter.healing.batches import Sequences
 from converter.healing.losses import Head, Top
-from converter.healing.model import Answer, Teacher
-from converter.output import disk_errors, fsync
+from converter.healing.student import Answer, Teacher
 
 #: The files of all recorded teachers, from the folder that they are recorded in.
 RECORDS = "teacher-*/*.safetensors"

@@ -12,13 +12,13 @@ from typing import Any
 
 from rich.table import Table
 
-from converter.healing.control import Control
-from converter.healing.figures import draw_healing
+from converter.conversion.report import comparison_table, markdown
+from converter.files.json_text import write_json
+from converter.healing.controls import Control
 from converter.healing.loop import Evaluation
 from converter.healing.settings import HealSettings
-from converter.json_text import write_json
-from converter.report import comparison_table, markdown
-from converter.verification import Comparison
+from converter.measure.verify import Comparison
+from converter.show.healing_figures import draw_healing
 
 
 @dataclass(frozen=True)

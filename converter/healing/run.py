@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converter import __version__
-from converter.healing.control import Start, run_controls
+from converter.conversion.plan import DtypeName
+from converter.files.output import OutputFolder
+from converter.healing.controls import Start, run_controls
 from converter.healing.export import check_export, config_changes, export_weights, layout_of, write_metadata
 from converter.healing.job import Job, heal_settings, open_job
+from converter.healing.launch import first, start
 from converter.healing.loop import Outcome, Watch
 from converter.healing.parts import Learner, make_loop, roles_of
-from converter.healing.processes import first, start
 from converter.healing.recorded import RECORDS
 from converter.healing.report import HealReport, write_reports
 from converter.healing.snapshots import Snapshots
-from converter.healing.texts import HealTexts, gather_heal_texts, listed
-from converter.output import OutputFolder
-from converter.plan import DtypeName
-from converter.text import windows
-from converter.verification import compare, load_transformers, pick_device
+from converter.measure.verify import compare, load_transformers, pick_device
+from converter.text.gather_heal import HealTexts, gather_heal_texts, listed
+from converter.text.windows import windows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

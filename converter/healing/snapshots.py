@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from converter.errors import CheckpointError, ConverterError
+from converter.files.output import disk_errors, fsync
 from converter.healing.trainee import Trainee
-from converter.output import disk_errors, fsync
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

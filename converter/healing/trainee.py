@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from converter.errors import CheckpointError, ConverterError
-from converter.healing.model import Student, Sums
+from converter.healing.student import Student, Sums
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

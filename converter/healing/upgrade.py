@@ -6,17 +6,17 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from converter.conversion import Progress, convert
+from converter.conversion.plan import DtypeName
+from converter.conversion.run import Progress, convert
 from converter.errors import ConverterError
-from converter.healing.control import Start
+from converter.healing.controls import Start
+from converter.healing.launch import first, join
 from converter.healing.loop import Watch
-from converter.healing.processes import first, join
 from converter.healing.report import HealReport
 from converter.healing.run import heal
-from converter.healing.texts import listed
-from converter.plan import DtypeName
-from converter.tokenized import HUB_PREFIX
-from converter.verification import pick_device
+from converter.measure.verify import pick_device
+from converter.text.documents import HUB_PREFIX
+from converter.text.gather_heal import listed
 
 
 def upgrade(

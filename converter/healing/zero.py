@@ -18,13 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from converter.errors import ConverterError, UnsupportedError
+from converter.files.writer import METADATA
 from converter.healing.export import export_weights
 from converter.healing.losses import LossWeights
-from converter.healing.model import Student, Sums
 from converter.healing.optimizer import set_rate
 from converter.healing.settings import HealSettings
+from converter.healing.student import Student, Sums
 from converter.healing.trainee import MODEL, OPTIMIZER, Trainee, damaged
-from converter.writer import METADATA
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, DeepSpeedPlugin

@@ -17,24 +17,12 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from converter.blocks import Block, BlockRef, Dropped
 from converter.errors import UnsupportedError
-from converter.source import Dropped
-from converter.spec import BlockRef, ModelSpec
+from converter.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class Block(dict[str, "Tensor"]):
-    """Roles of one block -> tensors, linears as (out, in). An op never changes a tensor in place."""
-
-    def but(self, **changes: Tensor) -> Block:
-        """A copy with some roles replaced, written with `_` for the dot: `but(q_weight=...)`."""
-        return Block({**self, **{key[::-1].replace("_", ".", 1)[::-1]: value for key, value in changes.items()}})
-
-    def without(self, *roles: str) -> Block:
-        """A copy that lacks some roles."""
-        return Block({role: tensor for role, tensor in self.items() if role not in roles})
 
 
 class Calibration(ABC):

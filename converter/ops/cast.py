@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from converter.blocks import Block, BlockRef
 from converter.errors import UnsupportedError
-from converter.ops import Block, Calibration, Notes, Op, op
-from converter.spec import BlockRef, ModelSpec
+from converter.ops import Calibration, Notes, Op, op
+from converter.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from converter.ops import Block, Calibration, Notes, Op, op, require
+from converter.blocks import LINEARS, Block, BlockRef
+from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import RIDGE, Moments, chunks, refit_down
-from converter.spec import LINEARS, BlockRef, ModelSpec
+from converter.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +86,7 @@ class DropBiases(Op):
                     notes.drop(f"{part}.bias", "in the weights, but for this much", bias * residual)
         if "down" in dropped:
             notes.drop("down.bias", "in down.weight, as far as the neurons can stand in for it", block["down.bias"])
-        from converter.model import run_layer
+        from converter.reference import run_layer
 
         before = partial(run_layer, block, spec, ref.index)
         return refit_down(after, self.change(spec), ref.index, calibration, before)
@@ -111,7 +112,7 @@ def _move_to_v(block: Block, spec: ModelSpec, notes: Notes) -> Block:
 
 def _constant(norm: str, block: Block, spec: ModelSpec, layer: int, calibration: Calibration) -> tuple[Tensor, float]:
     """v (D,) in fp64 with v.n near 1 for the normed states n of a layer, and the root mean square of v.n - 1."""
-    from converter.model import after_attention, run_norm
+    from converter.reference import after_attention, run_norm
 
     moments = Moments()
     for rows in chunks(calibration):

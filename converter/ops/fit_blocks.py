@@ -34,8 +34,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converter.ops import Block, Calibration, Notes, Op, op
-from converter.spec import BlockRef, ModelSpec
+from converter.blocks import Block, BlockRef
+from converter.ops import Calibration, Notes, Op, op
+from converter.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -213,7 +214,7 @@ def _errors(
     roles: dict[str, Tensor] | Block, spec: ModelSpec, layer: int, calibration: Calibration, rows: Tensor
 ) -> Tensor:
     """(f(x) - y) / |y| of every token of some windows, (N, D)."""
-    from converter.model import run_layer
+    from converter.reference import run_layer
 
     inside = calibration.mask(rows)
     targets = calibration.targets(rows)[inside]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from converter.ops import Block, Calibration, Notes, Op, op
-from converter.spec import BlockRef, ModelSpec
+from converter.blocks import Block, BlockRef
+from converter.ops import Calibration, Notes, Op, op
+from converter.spec import ModelSpec
 
 
 @op

@@ -23,9 +23,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converter.ops import Block, Calibration, Notes, Op, op, require
+from converter.blocks import HEAD, Block, BlockRef
+from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.post_ln_to_pre_ln import last_norm
-from converter.spec import HEAD, BlockRef, ModelSpec
+from converter.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +96,7 @@ class FoldFinalNormBias(Op):
         """The last layer with c in the bias of `down`; with as much of it as makes the KL smallest."""
         import torch
 
-        from converter.model import run_layer
+        from converter.reference import run_layer
 
         states = torch.cat(
             [
@@ -134,7 +135,7 @@ class FoldFinalNormBias(Op):
         """v (D,) in fp64 for states (N, D) that are to be shifted, and the mean KL, nats per token, that is left."""
         import torch
 
-        from converter.model import run_final_norm
+        from converter.reference import run_final_norm
 
         bias, head = head_block["final_norm.bias"], head_block["head.weight"]
         r = _logits_of_bias(head_block)

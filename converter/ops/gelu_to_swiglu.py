@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from converter.ops import Block, Calibration, Notes, Op, op, require
+from converter.blocks import Block, BlockRef
+from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import chunks, refit_down
 from converter.ops.swiglu_fits import EXACT, FITS
-from converter.spec import Activation, BlockRef, ModelSpec
+from converter.spec import Activation, ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,7 +113,7 @@ class GeluToSwiglu(Op):
             result["gate.weight"] = gate_weight * slopes[:, None]
             result["gate.bias"] = gate_bias * slopes
             result["up.bias"] = up_bias / slopes
-        from converter.model import run_layer
+        from converter.reference import run_layer
 
         before = partial(run_layer, block, spec, ref.index)
         return refit_down(result, self.change(spec), ref.index, calibration, before)
@@ -134,7 +135,7 @@ def _slopes(
     """
     import torch
 
-    from converter.model import activate, after_attention, run_norm
+    from converter.reference import activate, after_attention, run_norm
 
     width = spec.intermediate_size
     along, square = (block["up.weight"].new_zeros(len(ladder), width) for _ in range(2))

@@ -24,9 +24,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converter.ops import Block, Calibration, Notes, Op, op, require
+from converter.blocks import Block, BlockRef
+from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import Moments, chunks, refit
-from converter.spec import BlockRef, ModelSpec
+from converter.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,7 +125,7 @@ def _pools(block: Block, spec: ModelSpec, groups: int, calibration: Calibration,
     """How the keys and the values of a layer are shared, in fp64."""
     import torch
 
-    from converter.model import attention_input, run_linear
+    from converter.reference import attention_input, run_linear
 
     moments = {part: Moments() for part in ("q", "k", "v")}
     for rows in chunks(calibration):
@@ -185,7 +186,7 @@ def _attention(
     grouped: Block, after: ModelSpec, block: Block, spec: ModelSpec, layer: int, calibration: Calibration
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What o reads now (N, H d), and what it gave before (N, D)."""
-    from converter.model import attention_input, run_attention, run_heads
+    from converter.reference import attention_input, run_attention, run_heads
 
     for rows in chunks(calibration):
         read, inside = attention_input(block, spec, calibration.inputs(rows)), calibration.mask(rows)

@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converter.ops import Block, Calibration, Notes, Op, op, require
-from converter.spec import BlockRef, ModelSpec, Norm
+from converter.blocks import Block, BlockRef
+from converter.ops import Calibration, Notes, Op, op, require
+from converter.spec import ModelSpec, Norm
 
 if TYPE_CHECKING:
     from torch import Tensor

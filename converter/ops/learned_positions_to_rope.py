@@ -13,8 +13,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from converter.ops import Block, Calibration, Notes, Op, op, require
-from converter.spec import BlockRef, ModelSpec, Positions, RopeLayout, RopeSpec
+from converter.blocks import Block, BlockRef
+from converter.ops import Calibration, Notes, Op, op, require
+from converter.spec import ModelSpec, Positions, RopeLayout, RopeSpec
 
 
 @op
@@ -51,7 +52,7 @@ class LearnedPositionsToRope(Op):
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
         if ref.kind == "embeddings":
-            from converter.model import position_table
+            from converter.reference import position_table
 
             embed, positions = block["embed.weight"], position_table(block, spec).double()
             mean = positions.mean(dim=0)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from converter.ops import Block, Calibration
+from converter.blocks import Block
+from converter.ops import Calibration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +86,7 @@ def refit(block: Block, linear: str, pairs: Iterable[tuple[Tensor, Tensor]]) -> 
 
     What is fitted is the change of the linear, so that the ridge draws to it as it is.
     """
-    from converter.model import run_linear
+    from converter.reference import run_linear
 
     moments, weight, bias = Moments(), block[f"{linear}.weight"], block.get(f"{linear}.bias")
     for inputs, outputs in pairs:
@@ -102,7 +103,7 @@ def refit_down(
     block: Block, spec: ModelSpec, layer: int, calibration: Calibration, wanted: Callable[[Tensor], Tensor]
 ) -> Block:
     """`block` with `down` refitted, so that the layer makes of states what is `wanted`."""
-    from converter.model import after_attention, run_neurons, run_norm
+    from converter.reference import after_attention, run_neurons, run_norm
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         for rows in chunks(calibration):

@@ -18,9 +18,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converter.ops import Block, Calibration, Notes, Op, op, require
+from converter.blocks import Block, BlockRef
+from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import RIDGE, Moments, chunks
-from converter.spec import BlockRef, ModelSpec
+from converter.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +118,7 @@ def _moments(
     block: Block, spec: ModelSpec, layer: int, calibration: Calibration, about_mean: bool
 ) -> tuple[Tensor, Tensor]:
     """Mean (H,) and second moments (H, H) of the neurons' activations; the mean is zero unless `about_mean`."""
-    from converter.model import after_attention, run_neurons, run_norm
+    from converter.reference import after_attention, run_neurons, run_norm
 
     moments = Moments()
     for rows in chunks(calibration):

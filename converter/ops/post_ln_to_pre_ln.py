@@ -36,9 +36,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converter.ops import Block, Calibration, Notes, Op, op, require
+from converter.blocks import EMBEDDINGS, Block, BlockRef, block_shapes
+from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import chunks, refit_down
-from converter.spec import EMBEDDINGS, BlockRef, ModelSpec, Norm, Positions, block_shapes
+from converter.spec import ModelSpec, Norm, Positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +101,7 @@ class PostLNToPreLN(Op):
 
 def _scaled_embeddings(block: Block, spec: ModelSpec, scale: float) -> Block:
     """The embeddings times `scale`, without their norm; positions of sines become a table."""
-    from converter.model import position_table
+    from converter.reference import position_table
 
     tables = {"embed.weight": block["embed.weight"]}
     if spec.absolute_positions:
@@ -176,7 +177,7 @@ class _Layer:
         """Give a writer its factor c, and its bias what the norm before it adds."""
         import torch
 
-        from converter.model import run_norm
+        from converter.reference import run_norm
 
         gain, along, square = self.result[f"{norm}.weight"], 0.0, 0.0
         for states in self._streams(norm):
@@ -192,7 +193,7 @@ class _Layer:
 
     def _streams(self, norm: str) -> Iterator[Tensor]:
         """States (N, D) that a norm of the result reads."""
-        from converter.model import after_attention
+        from converter.reference import after_attention
 
         for rows in chunks(self.calibration, _TOKENS):
             states = self.calibration.inputs(rows)
@@ -202,13 +203,13 @@ class _Layer:
 
     def given(self, states: Tensor) -> Tensor:
         """What the source's layer is given where the stream has these states."""
-        from converter.model import run_norm
+        from converter.reference import run_norm
 
         return states / self.embedded if self.bare else run_norm(self.result, "attn_norm", self.after, states)
 
     def wanted(self, states: Tensor) -> Tensor:
         """c y', what the stream should be behind the layer."""
-        from converter.model import after_attention, run_mlp
+        from converter.reference import after_attention, run_mlp
 
         middle = after_attention(self.source, self.spec, self.index, self.given(states))
         return self.factor * (self.spec.residual_scale * middle + run_mlp(self.source, self.spec, middle))
@@ -217,7 +218,7 @@ class _Layer:
         """|e| / |y|, root mean square over tokens, of what is read at each norm in the place of y."""
         import torch
 
-        from converter.model import after_attention, after_mlp, run_norm
+        from converter.reference import after_attention, after_mlp, run_norm
 
         found: dict[str, list[Tensor]] = {}
         for rows in chunks(self.calibration, _TOKENS):

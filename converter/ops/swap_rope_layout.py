@@ -10,9 +10,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from converter.ops import Block, Calibration, Notes, Op, op, require
+from converter.blocks import Block, BlockRef
+from converter.ops import Calibration, Notes, Op, op, require
 from converter.rope.layout import head_counts, swap_rows
-from converter.spec import BlockRef, ModelSpec, RopeLayout
+from converter.spec import ModelSpec, RopeLayout
 
 
 @op

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converter.containers import read_json
 from converter.errors import CheckpointError, ConverterError, UnsupportedError, raise_fault
-from converter.output import OutputFolder, disk_errors
+from converter.families.opened import SourceModel
+from converter.files.container import read_json
+from converter.files.output import OutputFolder, disk_errors
+from converter.files.record import STAMP, read_stamp
+from converter.files.safetensors import SafetensorsFile
 from converter.rope.layout import Rows
 from converter.rope.moves import Move, stored_orders
 from converter.rope.settle import declared_voices, settle, stamped
 from converter.rope.swap import Say, SwapReport, copy_with_moves, look, open_source
-from converter.safetensors_file import SafetensorsFile
-from converter.source import SourceModel
 from converter.spec import RopeLayout
-from converter.stamp import STAMP, read_stamp
 
 CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"

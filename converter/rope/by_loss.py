@@ -8,14 +8,15 @@ from pathlib import Path
 
 import torch
 
-from converter import model
+from converter import reference
+from converter.blocks import EMBEDDINGS, HEAD, BlockRef
+from converter.families.opened import SourceModel
+from converter.files.tokenizer import load_tokenizer
+from converter.measure.verify import batches, predictions
 from converter.rope.detect import Detection, detect_source
 from converter.rope.layout import other_layout
-from converter.source import SourceModel
-from converter.spec import EMBEDDINGS, HEAD, BlockRef, RopeLayout
-from converter.text import Windows, read_documents, windows
-from converter.tokenizer import load_tokenizer
-from converter.verification import batches, predictions
+from converter.spec import RopeLayout
+from converter.text.windows import Windows, read_documents, windows
 
 #: A loss lower by this many nats a token decides between the readings of a text.
 LEAST_LOSS_DIFFERENCE = 0.02
@@ -61,16 +62,16 @@ def reading_loss(source: SourceModel, text: Windows, layout: RopeLayout) -> floa
     spec = source.spec.replace(rope=dataclasses.replace(source.spec.rope, layout=layout))
     block = source.read_block(EMBEDDINGS, torch.float32)
     parts = list(batches(text))
-    states = [model.run_embeddings(block, spec, torch.from_numpy(text.ids[part])) for part in parts]
+    states = [reference.run_embeddings(block, spec, torch.from_numpy(text.ids[part])) for part in parts]
     for index in range(spec.num_layers):
         block = source.read_block(BlockRef("layer", index), torch.float32)
-        states = [model.run_layer(block, spec, index, each) for each in states]
+        states = [reference.run_layer(block, spec, index, each) for each in states]
     block = source.read_block(HEAD, torch.float32)
     total, count = 0.0, 0
     for part, each in zip(parts, states, strict=True):
         rows, positions, targets = predictions(text, part)
         for chosen in torch.arange(len(targets)).split(1024):
-            logits = model.run_head(block, spec, each[rows[chosen], positions[chosen]])
+            logits = reference.run_head(block, spec, each[rows[chosen], positions[chosen]])
             total += float(torch.nn.functional.cross_entropy(logits.double(), targets[chosen], reduction="sum"))
         count += len(targets)
     return total / count

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from converter.checkpoint import TensorInfo
-from converter.disk import PIECE, mapped
 from converter.errors import CheckpointError, UnsupportedError
+from converter.families.opened import SourceModel
+from converter.files.checkpoint import TensorInfo
+from converter.files.direct_io import PIECE, mapped
 from converter.rope.layout import head_counts
 from converter.rope.moves import rotating_mappings, stored_rows
-from converter.source import SourceModel
 
 Columns = npt.NDArray[np.floating[Any]]
 #: Tensor -> the file that its bytes are in, and where they begin.

@@ -33,9 +33,9 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from converter.families.opened import SourceModel
 from converter.rope.columns import Columns, layer_columns
 from converter.rope.hypotheses import Order, query_key_hypotheses, undone
-from converter.source import SourceModel
 from converter.spec import ModelSpec, RopeLayout
 
 #: Cosines along the frequencies. Fewer lose half of the signal, more add noise (docs/rope.md).

@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from converter.disk import PAGE, PIECE, NewFile, aligned_buffer, beside, mapped, write_at
 from converter.errors import CheckpointError
-from converter.output import fsync
+from converter.files.direct_io import PAGE, PIECE, NewFile, aligned_buffer, beside, mapped, write_at
+from converter.files.output import fsync
+from converter.files.record import STAMP
 from converter.rope.moves import Move
 from converter.rope.settle import Settlement
 from converter.spec import RopeLayout
-from converter.stamp import STAMP
 
 FOLDER = ".rope-swap"
 

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from converter.checkpoint import Checkpoint
-from converter.disk import PIECE, Bytes, NewFile, mapped, write_at
+from converter.blocks import BlockRef
 from converter.errors import UnsupportedError
-from converter.mapping import Direct, TensorMapping
+from converter.families.mapping import Direct, TensorMapping
+from converter.families.opened import SourceModel
+from converter.files.checkpoint import Checkpoint
+from converter.files.direct_io import PIECE, Bytes, NewFile, mapped, write_at
 from converter.rope.layout import Rows, check_rows, head_counts, row_order
-from converter.source import SourceModel
-from converter.spec import BlockRef, ModelSpec, RopeLayout
+from converter.spec import ModelSpec, RopeLayout
 
 
 @dataclass(frozen=True)

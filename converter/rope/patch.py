@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from converter.disk import beside
 from converter.errors import CheckpointError, ConverterError
-from converter.output import disk_errors
+from converter.families.opened import SourceModel
+from converter.files.direct_io import beside
+from converter.files.output import disk_errors
+from converter.files.record import STAMP
 from converter.rope.journal import Journal, Plan, sync
 from converter.rope.moves import Move, plan_moves
 from converter.rope.scores import Rows, compare_scores, read_rows
 from converter.rope.settle import declared_voices, settle, stamped
 from converter.rope.swap import Say, SwapReport, announcement, look, make_report, open_source, other_weights
-from converter.source import SourceModel
 from converter.spec import RopeLayout
-from converter.stamp import STAMP
 
 
 def swap_in_place(

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
 from converter.errors import VerificationError
+from converter.families.opened import SourceModel
 from converter.rope.columns import Columns, Places, layer_columns
-from converter.source import SourceModel
 from converter.spec import ModelSpec, QKNorm, RopeLayout
 
 Array = npt.NDArray[np.float64]

@@ -15,11 +15,11 @@ from typing import Any
 
 from converter import __version__
 from converter.errors import ConverterError, UnsupportedError
-from converter.json_text import to_json
+from converter.families.opened import SourceModel
+from converter.files.json_text import to_json
+from converter.files.record import STAMP
 from converter.rope.detect import Detection
-from converter.source import SourceModel
 from converter.spec import RopeLayout
-from converter.stamp import STAMP
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converter.checkpoint import Checkpoint
-from converter.disk import NewFile, will_need
 from converter.errors import ConverterError
-from converter.hub import local_path
-from converter.output import OutputFolder, disk_errors
+from converter.families.opened import SourceModel
+from converter.files.checkpoint import Checkpoint
+from converter.files.direct_io import NewFile, will_need
+from converter.files.hub import local_path
+from converter.files.output import OutputFolder, disk_errors
+from converter.files.record import STAMP
 from converter.rope.detect import Detection, detect_source
 from converter.rope.moves import Move, plan_moves, refuse_quantised, rotating_mappings, total_bytes
 from converter.rope.scores import compare_scores, read_rows
 from converter.rope.settle import Settlement, declared_voices, settle, stamped
-from converter.source import SourceModel
 from converter.spec import QKNorm, RopeLayout
-from converter.stamp import STAMP
 
 Say = Callable[[str], None]
 
@@ -105,9 +105,9 @@ def _through_conversion(
     source: SourceModel, target: Path, to: RopeLayout, claimed: RopeLayout | None, text: Path | None, overwrite: bool
 ) -> SwapReport:
     """A GGUF or Meta source as a Hugging Face checkpoint of the same architecture."""
-    from converter.conversion import convert
+    from converter.conversion.recipe import Recipe
+    from converter.conversion.run import convert
     from converter.ops.swap_rope_layout import SwapRopeLayout
-    from converter.recipe import Recipe
 
     if to is RopeLayout.INTERLEAVED:
         raise ConverterError(

@@ -1,0 +1,170 @@
+"""The plan: a recipe resolved against one checkpoint and run on meta tensors.
+
+Everything that can be known without reading a weight is known here: whether each op fits, which
+tensors and config fields are used, dropped or ignored, every shape and dtype of the result, its size,
+and the memory that the walk needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+import torch
+
+from converter.blocks import Block, BlockRef, Dropped, block_shapes, blocks
+from converter.conversion.recipe import Recipe
+from converter.errors import ConverterError, RecipeError, UnsupportedError, did_you_mean
+from converter.families import TargetFamily, families
+from converter.families.opened import SourceModel
+from converter.files.safetensors import num_bytes
+from converter.ops import Notes, Op
+from converter.ops.cast import Cast
+from converter.spec import ModelSpec
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One op with the specs on both sides of it."""
+
+    op: Op
+    before: ModelSpec
+    after: ModelSpec
+
+    @property
+    def exact(self) -> bool:
+        """Whether the function stays the same up to rounding."""
+        return self.op.exact(self.before) or not self.needed
+
+    @property
+    def needed(self) -> bool:
+        """Whether the op changes anything here."""
+        return self.op.needed(self.before)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will do."""
+
+    source: SourceModel
+    recipe: Recipe
+    target: TargetFamily
+    steps: tuple[PlannedStep, ...]
+    target_spec: ModelSpec
+    dtype: DtypeName
+    #: Target tensor name -> shape and dtype, in the order in which they are written.
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+    #: Parts of the model that the ops drop, without norms: those need the weights.
+    dropped: tuple[Dropped, ...]
+    peak_bytes: int
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all tensors of the result."""
+        return sum(map(self.tensor_bytes, self.tensors))
+
+    def tensor_bytes(self, name: str) -> int:
+        """Bytes of one tensor of the result."""
+        return num_bytes(*self.tensors[name])
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the result."""
+        return sum(math.prod(shape) for shape, _ in self.tensors.values())
+
+    def named(self, ref: BlockRef, block: Block) -> dict[str, torch.Tensor]:
+        """The tensors of a converted block by the target's names; roles that only the target has are zeros."""
+        return self.target.write_block(self.target_spec, ref, block)
+
+
+def make_plan(source: SourceModel, recipe: Recipe, dtype: DtypeName | None = None) -> Plan:
+    """Resolve a recipe against a checkpoint; raises where they do not fit, before any weight is read.
+
+    `dtype` is that of the result; None keeps the source's.
+    """
+    if dtype is not None and dtype not in get_args(DtypeName):
+        raise ConverterError(f"'{dtype}' is no dtype of a result", fix=did_you_mean(dtype, get_args(DtypeName)))
+    if source.family.name not in recipe.sources:
+        sources = " or ".join(f"a '{name}'" for name in recipe.sources)
+        own = source.family.recipe_for(source.spec)
+        raise RecipeError(
+            f"recipe '{recipe.name}' converts {sources}, and this checkpoint is a '{source.family.name}'",
+            where=source.where,
+            fix=f"Its own recipe is '{own}'" if own else None,
+        )
+    target = families().get(recipe.target)
+    if not isinstance(target, TargetFamily):
+        known = [name for name, family in families().items() if isinstance(family, TargetFamily)]
+        raise RecipeError(f"'{recipe.target}' is not a target family", fix=did_you_mean(recipe.target, known))
+    recipe = _with_cast(recipe, dtype, source.dtype)
+    steps = _resolve_steps(source.spec, recipe)
+    target_spec = target.accept(steps[-1].after if steps else source.spec)
+    final_dtype = cast(DtypeName, getattr(recipe.steps[-1], "dtype", "float32"))
+    plan = Plan(source, recipe, target, steps, target_spec, final_dtype, {}, (), 0)
+    return _dry_run(plan)
+
+
+def _with_cast(recipe: Recipe, dtype: DtypeName | None, source_dtype: str) -> Recipe:
+    """The recipe with a cast as its last step: the one asked for, its own, or to the source's dtype."""
+    steps = list(recipe.steps)
+    places = list(recipe.places) or [recipe.name] * len(steps)
+    for step, place in zip(steps[:-1], places, strict=False):
+        if isinstance(step, Cast):
+            raise RecipeError("cast must be the last step", where=place, why="the ops work in fp32")
+    if steps and isinstance(steps[-1], Cast):
+        if dtype is not None:
+            steps[-1] = Cast(dtype)
+    else:
+        kept = source_dtype if source_dtype in get_args(DtypeName) else "float32"
+        steps.append(Cast(dtype or cast(DtypeName, kept)))
+        places.append("--dtype")
+    return dataclasses.replace(recipe, steps=tuple(steps), places=tuple(places))
+
+
+def _resolve_steps(spec: ModelSpec, recipe: Recipe) -> tuple[PlannedStep, ...]:
+    steps = []
+    for op, place in zip(recipe.steps, recipe.places, strict=True):
+        try:
+            after = op.change(spec)
+        except ConverterError as error:
+            error.where = error.where or place
+            raise
+        steps.append(PlannedStep(op, spec, after))
+        spec = after
+    return tuple(steps)
+
+
+def _dry_run(plan: Plan) -> Plan:
+    """Run every op on meta tensors: shapes, dtypes, drops and memory."""
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+    dropped: list[Dropped] = []
+    peak = 0
+    for ref in blocks(plan.source.spec):
+        shapes = block_shapes(plan.source.spec, ref)
+        block = Block({role: torch.empty(shape, device="meta") for role, shape in shapes.items()})
+        notes = Notes(ref)
+        for step in plan.steps:
+            result = step.op.apply(block, step.before, ref, notes, None)
+            found = {role: tuple(tensor.shape) for role, tensor in result.items()}
+            if found != block_shapes(step.after, ref):
+                raise UnsupportedError(
+                    f"op '{step.op.name}' gives {ref} other roles or shapes than its own spec says",
+                    why=f"it says {block_shapes(step.after, ref)} and gives {found}",
+                )
+            fresh = [tensor for role, tensor in result.items() if tensor is not block.get(role)]
+            peak = max(peak, _bytes(block.values()) + _bytes(fresh))
+            block = result
+        dropped += notes.dropped
+        for name, tensor in plan.named(ref, block).items():
+            tensors[name] = (tuple(tensor.shape), plan.dtype)
+    return dataclasses.replace(plan, tensors=tensors, dropped=tuple(dropped), peak_bytes=peak)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Their size in the working dtype, fp32."""
+    return sum(tensor.numel() * 4 for tensor in tensors)

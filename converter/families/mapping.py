@@ -1,0 +1,310 @@
+"""Typed two-way mappings between a family's tensor names and roles.
+
+A mapping is a small object that holds both directions: `to_roles` turns the family's tensors into
+roles, `to_names` turns roles back. A family lists the mappings of each block; what none of them
+claims must be covered by a `Drop`, which gives a reason, or it is an error. Nothing here imports
+torch: the tensors bring their own methods.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from converter.errors import UnsupportedError
+
+Shape = tuple[int, ...]
+RoleShapes = Mapping[str, Shape]
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from converter.files.checkpoint import Checkpoint, TensorInfo
+    from converter.spec import ModelSpec
+
+
+class TensorMapping(Protocol):
+    """Ties some tensor names to some roles, both ways."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The family's tensor names, without the family's prefix."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that they become."""
+
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors in the order of `names` -> tensors in the order of `roles`."""
+
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The inverse of `to_roles`; raises UnsupportedError where there is none, so no target can have it."""
+
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
+        """Shapes of `names`, from the shapes of the roles."""
+
+
+@dataclass(frozen=True)
+class Direct:
+    """One tensor is one role, as it lies."""
+
+    name: str
+    role: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
+
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
+
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
+        return (roles[self.role],)
+
+    def __str__(self) -> str:
+        return "as it lies"
+
+
+@dataclass(frozen=True)
+class Transposed(Direct):
+    """A linear stored as (in, out), as GPT-2's Conv1D does."""
+
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return (tensors[0].T,)
+
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return (tensors[0].T,)
+
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
+        return (roles[self.role][::-1],)
+
+    def __str__(self) -> str:
+        return "transposed"
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One tensor that several roles read, as GPT-J's one norm for attention and MLP."""
+
+    name: str
+    roles: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors * len(self.roles)
+
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        assert all(tensor is tensors[0] or tensor.equal(tensors[0]) for tensor in tensors), f"{self.roles} differ"
+        return tensors[:1]
+
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
+        return (roles[self.roles[0]],)
+
+    def __str__(self) -> str:
+        return "read twice"
+
+
+@dataclass(frozen=True)
+class Skipped(Direct):
+    """A table whose first `rows` rows no token ever reads, as OPT's positions."""
+
+    rows: int
+
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return (tensors[0][self.rows :],)
+
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
+        return (torch.cat([tensors[0].new_zeros(self.rows, *tensors[0].shape[1:]), tensors[0]]),)
+
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
+        rows, *rest = roles[self.role]
+        return ((rows + self.rows, *rest),)
+
+    def __str__(self) -> str:
+        return f"from row {self.rows} on"
+
+
+@dataclass(frozen=True)
+class Projected:
+    """An embedding (V, W) with a linear from W to D behind it, or a head (V, W) with one from D to W before it."""
+
+    name: str
+    projection: str
+    role: str
+    width: int
+    before: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, self.projection)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        table, projection = tensors
+        return (table @ (projection if self.before else projection.T),)
+
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        raise UnsupportedError(
+            f"'{self.name}' and '{self.projection}' cannot be written: a product does not tell its factors"
+        )
+
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
+        rows, hidden = roles[self.role]
+        return (rows, self.width), (self.width, hidden) if self.before else (hidden, self.width)
+
+    def __str__(self) -> str:
+        return "multiplied"
+
+
+@dataclass(frozen=True)
+class Ones:
+    """A gain that no tensor holds: a norm without parameters."""
+
+    role: str
+    size: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role,)
+
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
+        return (torch.ones(self.size),)
+
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        assert bool((tensors[0] == 1).all()), f"{self.role} has become a gain"
+        return ()
+
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
+        return ()
+
+    def __str__(self) -> str:
+        return "ones"
+
+
+class FusedLayout(str, Enum):
+    """How q, k and v rows lie in one fused tensor; all of these have the same shape.
+
+    With H query heads, K key-value heads and head_dim d, from the first row to the last:
+    """
+
+    STACKED = "stacked"  # all of q, all of k, all of v: GPT-2, GPT-BigCode
+    STACKED_KVQ = "stacked_kvq"  # all of k, all of v, all of q: metaseq's OPT
+    PER_HEAD = "per_head"  # q, k, v of head 0, then of head 1: GPT-NeoX, BLOOM
+    PER_GROUP = "per_group"  # H/K query heads, their k, their v; then the next group: Falcon, InternLM2
+    CODEGEN = "codegen"  # four blocks, each with its quarter of q, of v, of k: CodeGen
+
+
+#: CodeGen's checkpoints keep the four-way model parallelism of their training (`mp_num` there).
+_CODEGEN_BLOCKS = 4
+
+
+@dataclass(frozen=True)
+class FusedQKV:
+    """One tensor that holds q, k and v, weight or bias, by a declared layout."""
+
+    name: str
+    kind: str  # "weight" or "bias"
+    layout: FusedLayout
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layout in (FusedLayout.PER_HEAD, FusedLayout.CODEGEN) and self.num_heads != self.num_kv_heads:
+            raise ValueError(f"{self.layout.value} has as many key-value heads as query heads")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError("query heads must be a multiple of key-value heads")
+        if self.layout is FusedLayout.CODEGEN and self.num_heads % _CODEGEN_BLOCKS:
+            raise ValueError(f"CodeGen's layout needs a multiple of {_CODEGEN_BLOCKS} heads")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (f"q.{self.kind}", f"k.{self.kind}", f"v.{self.kind}")
+
+    def __str__(self) -> str:
+        return f"fused, {self.layout.value}" + (", transposed" if self.transposed else "")
+
+    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        rows = tensors[0].T if self.transposed and self.kind == "weight" else tensors[0]
+        heads, kv_heads, d = self.num_heads, self.num_kv_heads, self.head_dim
+        rest = rows.shape[1:]
+        if self.layout is FusedLayout.STACKED:
+            q, k, v = rows.split([heads * d, kv_heads * d, kv_heads * d])
+        elif self.layout is FusedLayout.STACKED_KVQ:
+            k, v, q = rows.split([kv_heads * d, kv_heads * d, heads * d])
+        elif self.layout is FusedLayout.CODEGEN:
+            q, v, k = rows.reshape(_CODEGEN_BLOCKS, 3, -1, *rest).unbind(1)
+        else:  # PER_HEAD is PER_GROUP with groups of one
+            groups = rows.reshape(kv_heads, heads // kv_heads + 2, d, *rest)
+            q, k, v = groups[:, :-2], groups[:, -2], groups[:, -1]
+        return tuple(part.reshape(-1, *rest) for part in (q, k, v))
+
+    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
+        q, k, v = tensors
+        heads, kv_heads, d = self.num_heads, self.num_kv_heads, self.head_dim
+        rest = q.shape[1:]
+        if self.layout is FusedLayout.STACKED:
+            rows = torch.cat([q, k, v])
+        elif self.layout is FusedLayout.STACKED_KVQ:
+            rows = torch.cat([k, v, q])
+        elif self.layout is FusedLayout.CODEGEN:
+            quarters = [part.reshape(_CODEGEN_BLOCKS, -1, *rest) for part in (q, v, k)]
+            rows = torch.stack(quarters, dim=1).reshape(-1, *rest)
+        else:
+            grouped = q.reshape(kv_heads, heads // kv_heads, d, *rest)
+            k, v = (part.reshape(kv_heads, 1, d, *rest) for part in (k, v))
+            rows = torch.cat([grouped, k, v], dim=1).reshape(-1, *rest)
+        return (rows.T if self.transposed and self.kind == "weight" else rows,)
+
+    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
+        shapes = [roles[role] for role in self.roles]
+        shape = (sum(rows for rows, *_ in shapes), *shapes[0][1:])
+        return (shape[::-1] if self.transposed else shape,)
+
+
+#: Says what is wrong with a tensor that was to be dropped, or nothing where it may go.
+DropCheck = Callable[["Checkpoint", "TensorInfo", "ModelSpec"], "str | None"]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Tensors that carry nothing: `pattern` matches the whole name, `check` looks at what is inside."""
+
+    pattern: str
+    reason: str
+    check: DropCheck | None = None
+
+    def matches(self, name: str) -> bool:
+        """Whether this drop is for the tensor of this name."""
+        return re.fullmatch(self.pattern, name) is not None

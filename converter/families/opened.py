@@ -1,0 +1,229 @@
+"""A checkpoint read through its family: the spec, the accounts, and the blocks.
+
+Every tensor is used by a mapping, dropped with a reason, or an error; every config field is read,
+ignored with a reason, or an error. Opening reads headers only and imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converter.blocks import BlockRef, Dropped, block_shapes, blocks
+from converter.errors import CheckpointError, OnFault, UnsupportedError, did_you_mean, raise_fault, reporting
+from converter.families import Family, find_family
+from converter.families.config import TOKEN_IDS, ConfigReader
+from converter.files.checkpoint import Checkpoint
+from converter.files.hub import local_path
+from converter.files.record import read_stamp
+from converter.spec import ModelSpec, RopeLayout
+
+if TYPE_CHECKING:
+    import torch
+
+    from converter.blocks import Block
+
+
+class SourceModel:
+    """An opened checkpoint of a known family; what its config and its tensors contradict goes to `on_fault`."""
+
+    def __init__(self, checkpoint: Checkpoint, on_fault: OnFault = raise_fault) -> None:
+        self.checkpoint = checkpoint
+        self.where = str(checkpoint.config_file)
+        self._on_fault = on_fault
+        self.family: Family = find_family(checkpoint.config, self.where)
+        self.names = self._bare_names()
+        self.dropped: list[Dropped] = [Dropped(name, reason) for name, reason in checkpoint.left_out.items()]
+        config = ConfigReader(checkpoint.config, self.where)
+        self.spec: ModelSpec = self.family.read_spec(config, self._decide_tie(config))
+        #: The RoPE layout that the family's files are in, unless a stamp of ours says otherwise.
+        self.declared_layout = self.spec.rope.layout if self.spec.rope is not None else None
+        self.stamp = self._heed_stamp()
+        self.config_accounts: dict[str, str] = config.finish()
+        self._account_for_token_ids()
+        #: Bare tensor name -> the roles it holds, as "layers.0.q.weight".
+        self.used: dict[str, list[str]] = {}
+        self._account_for_tensors()
+
+    @classmethod
+    def open(cls, path: str | Path) -> SourceModel:
+        """Open a checkpoint, by path or Hub id; raises a ConverterError for whatever is wrong with it."""
+        return cls(Checkpoint.open(local_path(path)))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that most parameters are stored in."""
+        sizes: Counter[str] = Counter()
+        for name in self.used:
+            info = self.checkpoint.tensors[self.names[name]]
+            sizes[info.dtype] += info.nbytes
+        return sizes.most_common(1)[0][0]
+
+    @property
+    def parameters(self) -> int:
+        """Trained parameters, a tied head counted once."""
+        return sum(math.prod(self.checkpoint.tensors[self.names[name]].shape) for name in self.used)
+
+    def token_ids(self) -> dict[str, Any]:
+        """bos, eos and pad as the source means them: its config, its generation config, its class's defaults.
+
+        An id without an embedding is none: a GPT-2 of a small vocabulary still names 50256, and a LLaMA
+        that pads with such a token does not load.
+        """
+        generation = self.checkpoint.generation_config or {}
+        ids = {}
+        for key in TOKEN_IDS:
+            default = generation.get(key, self.family.default_token_ids.get(key))
+            value = self.checkpoint.config.get(key, default)
+            listed = [token for token in (value if isinstance(value, list) else [value]) if self._has_embedding(token)]
+            ids[key] = (listed or None) if isinstance(value, list) else next(iter(listed), None)
+        return ids
+
+    def _has_embedding(self, token: object) -> bool:
+        return isinstance(token, int) and 0 <= token < self.spec.vocab_size
+
+    def _account_for_token_ids(self) -> None:
+        for key, kept in self.token_ids().items():
+            stated = self.checkpoint.config.get(key)
+            if stated is not None and stated != kept:
+                self.config_accounts[key] = f"{stated} has no embedding in a vocabulary of {self.spec.vocab_size}"
+
+    def read_block(self, block: BlockRef, dtype: torch.dtype, device: torch.device | str = "cpu") -> Block:
+        """The roles of a block, checked to be finite, in the working dtype."""
+        from converter.blocks import Block
+
+        roles: Block = Block()
+        for mapping in self.family.mappings(self.spec, block):
+            tensors = [self._read(name).to(device=device, dtype=dtype) for name in mapping.names]
+            found = (tensor.to(device=device, dtype=dtype) for tensor in mapping.to_roles(*tensors))
+            roles.update(zip(mapping.roles, found, strict=True))
+        return roles
+
+    def _read(self, bare: str) -> torch.Tensor:
+        from converter.measure.weights import count_non_finite
+
+        tensor = self.checkpoint.read(self.names[bare])
+        if not (tensor.is_floating_point() and tensor.itemsize > 1):
+            raise CheckpointError(
+                f"tensor '{self.names[bare]}' is of type {str(tensor.dtype).removeprefix('torch.')}",
+                where=str(self.checkpoint.tensors[self.names[bare]].file),
+                why="weights have 16 bits or more of floating point; others mean a quantised or damaged checkpoint",
+            )
+        nans, infinities = count_non_finite(tensor)
+        if nans or infinities:
+            raise CheckpointError(
+                f"tensor '{self.names[bare]}' contains {'NaN' if nans else 'Inf'}",
+                where=str(self.checkpoint.tensors[self.names[bare]].file),
+                why="a model with such a weight computes nothing",
+                fix="Take a checkpoint from before training diverged",
+            )
+        return tensor
+
+    def _heed_stamp(self) -> RopeLayout | None:
+        """The layout that a stamp names becomes the spec's. We stamp folders of safetensors, and others mean others."""
+        folder = self.checkpoint.path
+        if self.checkpoint.opened != folder or any(file.suffix != ".safetensors" for file in self.checkpoint.files):
+            return None
+        stamp = None
+        with reporting(self._on_fault, folder):
+            stamp = read_stamp(folder)
+        if stamp is not None and self.spec.rope is not None:
+            self.spec = self.spec.replace(rope=dataclasses.replace(self.spec.rope, layout=stamp))
+        return stamp
+
+    def check_contents(self) -> None:
+        """Look inside the tensors that are to be dropped; raises where one of them carries something."""
+        for drop in self.family.drops:
+            for bare, name in self.names.items():
+                if drop.check is not None and drop.matches(bare):
+                    info = self.checkpoint.tensors[name]
+                    problem = drop.check(self.checkpoint, info, self.spec)
+                    if problem:
+                        raise UnsupportedError(
+                            f"tensor '{name}' is not a {drop.reason}", where=str(info.file), why=problem
+                        )
+
+    def _bare_names(self) -> dict[str, str]:
+        names: dict[str, str] = {}
+        for name in self.checkpoint.tensors:
+            bare = self.family.bare_name(name)
+            if bare in names:
+                self._on_fault(
+                    CheckpointError(
+                        f"'{names[bare]}' and '{name}' are one and the same tensor",
+                        where=str(self.checkpoint.path),
+                        tensor=name,
+                        why=f"the prefix '{self.family.prefix}' is optional, so which of the two is meant is not known",
+                        fix="Keep one of them",
+                    )
+                )
+            names[bare] = name
+        return names
+
+    def _decide_tie(self, config: ConfigReader) -> bool:
+        """Ties are decided from the tensors: a trained head is never overwritten, a missing one never made up."""
+        flag = config.read("tie_word_embeddings", bool, self.family.ties_by_default)
+        embedding, head = self.family.embedding, self.family.head
+        if head not in self.names:
+            if not flag:
+                raise CheckpointError(
+                    f"the config says tie_word_embeddings = false, and there is no tensor '{head}'",
+                    where=str(self.checkpoint.path),
+                    why="the trained head is missing, and a made-up one would be random",
+                    fix="Add the head, or set tie_word_embeddings to true if the model was trained with a tied one",
+                )
+            return True
+        if embedding in self.names and self.checkpoint.same_tensor(self.names[embedding], self.names[head]):
+            if flag:
+                self.dropped.append(Dropped(self.names[head], "a copy of the embedding, to which the head is tied"))
+            return flag
+        return False
+
+    def _account_for_tensors(self) -> None:
+        expected: dict[str, tuple[int, ...]] = {}
+        for block in blocks(self.spec):
+            shapes = block_shapes(self.spec, block)
+            for mapping in self.family.mappings(self.spec, block):
+                for name, shape in zip(mapping.names, mapping.name_shapes(shapes), strict=True):
+                    expected[name] = shape
+                    self.used.setdefault(name, []).extend(f"{block}.{role}" for role in mapping.roles)
+        self._refuse_missing(expected)
+        accounted = {self.family.bare_name(drop.name) for drop in self.dropped} | set(expected)
+        for bare, name in self.names.items():
+            if bare in accounted:
+                continue
+            reason = next((drop.reason for drop in self.family.drops if drop.matches(bare)), None)
+            if reason is None:
+                raise UnsupportedError(
+                    f"tensor '{name}' {list(self.checkpoint.tensors[name].shape)} is unknown to family "
+                    f"'{self.family.name}'",
+                    where=str(self.checkpoint.tensors[name].file),
+                    why="leaving out a weight that is not understood would change the model",
+                    fix=did_you_mean(bare, expected),
+                )
+            self.dropped.append(Dropped(name, reason))
+
+    def _refuse_missing(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        missing = [name for name in expected if name not in self.names]
+        for name in missing:
+            more = (
+                f" (and {len(missing) - 1} more, up to '{missing[-1]}')" if missing[1:] and name == missing[0] else ""
+            )
+            self._on_fault(
+                CheckpointError(
+                    f"tensor '{name}' is missing{more}",
+                    where=str(self.checkpoint.path),
+                    tensor=name,
+                    why=f"a {self.family.name} of this config has it",
+                    fix=did_you_mean(name, self.names),
+                )
+            )
+        for bare, shape in expected.items():
+            info = self.checkpoint.tensors[self.names[bare]] if bare in self.names else None
+            if info is not None and info.shape != shape:
+                what = f"tensor '{info.name}' has shape {list(info.shape)}, and the config means {list(shape)}"
+                self._on_fault(CheckpointError(what, where=str(info.file), tensor=info.name))

@@ -1,0 +1,1 @@
+"""Bytes: checkpoints as they lie on the disk, read one tensor at a time and written by one rename."""

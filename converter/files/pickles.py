@@ -1,0 +1,221 @@
+"""Weights as `torch.save` wrote them: a pickle of a dict of tensors.
+
+A pickle can name any function and call it, so it is loaded with `weights_only=True` always, and what
+that refuses is refused here with the offending global named.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from converter.errors import CheckpointError, OnFault, raise_fault
+from converter.files.safetensors import Layout, is_known_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+#: Keys under which trainers nest the state dict, when nothing else is in the file.
+NESTING_KEYS = ("state_dict", "model", "module")
+
+#: Globals that every state dict names.
+_HARMLESS = re.compile(
+    r"collections\.OrderedDict|torch\.(\w+Storage|Size|device|_utils\._rebuild_\w+|storage\.(Typed|Untyped)Storage)"
+)
+#: A mapping is renewed once tensors of this many bytes came from it: their pages count as memory until then.
+_REMAP_AFTER = 64 << 20
+_CHUNK = 16 << 20
+
+
+class TorchFile:
+    """One file of `torch.save`: a dict of tensors, or a dict that holds one under a single `NESTING_KEYS` key.
+
+    With `entry` the tensors are under that key of a larger dict, and `beside` has its other keys, with their
+    values where those are plain (numbers, text, lists and dicts of them) and None otherwise.
+
+    `layout` has the tensors that can be read, `names` all of them. The zip format (torch 1.6 and later) is
+    mapped, and read a tensor at a time. The older one has no random access: such a file stays in memory
+    while this object lives.
+    """
+
+    def __init__(self, path: Path, on_fault: OnFault = raise_fault, *, entry: str | None = None) -> None:
+        self.path = path
+        self._entry = entry
+        with path.open("rb") as file:
+            self._mapped = file.read(4) == b"PK\x03\x04"
+        self._handed_out: dict[int, int] = {}  # address of a storage: bytes
+        loaded = self._load()
+        self.beside = {
+            key: value if _is_plain(value) else None
+            for key, value in (loaded.items() if entry is not None and isinstance(loaded, dict) else ())
+            if isinstance(key, str) and key != entry
+        }
+        state = self._find_state(loaded)
+        self.names = list(state)
+        self._state = {name: tensor.detach() for name, tensor in state.items() if self._check(name, tensor, on_fault)}
+        self.layout: dict[str, Layout] = {
+            name: (tuple(tensor.shape), _dtype_name(tensor)) for name, tensor in self._state.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor that nobody else holds: writing to it changes neither the file nor a later read."""
+        if not self._mapped:
+            return self._state[name].clone()
+        address = self._state[name].untyped_storage().data_ptr()
+        if address in self._handed_out or sum(self._handed_out.values()) > _REMAP_AFTER:
+            self._remap()
+            address = self._state[name].untyped_storage().data_ptr()
+        tensor = self._state[name]
+        self._handed_out[address] = tensor.nbytes
+        return tensor
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The tensor's bytes in order, some megabytes at a time."""
+        import torch
+
+        data = self.read(name).contiguous().reshape(-1).view(torch.uint8).numpy()
+        for start in range(0, len(data), _CHUNK):
+            yield data[start : start + _CHUNK].tobytes()
+
+    def _remap(self) -> None:
+        self._state.clear()  # the old mapping goes before the new one comes
+        self._handed_out.clear()
+        state = self._find_state(self._load())
+        self._state = {name: state[name].detach() for name in self.layout}
+
+    def _load(self) -> Any:
+        import torch
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of pickle protocols that it then refuses
+                return torch.load(self.path, map_location="cpu", weights_only=True, mmap=self._mapped)
+        except Exception as error:  # a damaged file makes the unpickler fail in any way
+            raise self._refusal(error) from error
+
+    def _find_state(self, loaded: Any) -> dict[str, torch.Tensor]:
+        """The dict of tensors, or an error that names what else is there."""
+        import torch
+
+        if isinstance(loaded, dict) and self._entry is not None:
+            if self._entry not in loaded:
+                raise CheckpointError(
+                    f"the file has no entry '{self._entry}'",
+                    where=str(self.path),
+                    why=f"Its entries are {_first([repr(key) for key in loaded], 8) or 'none'}",
+                )
+            loaded = loaded[self._entry]
+        elif isinstance(loaded, dict) and len(loaded) == 1:
+            ((key, value),) = loaded.items()
+            if key in NESTING_KEYS and isinstance(value, dict):
+                loaded = value
+        if not isinstance(loaded, dict):
+            what = f"the file holds a {type(loaded).__name__}, not a dict of tensors"
+            raise CheckpointError(what, where=str(self.path), fix=self._resave)
+        others = [
+            f"{key!r} ({type(value).__name__})"
+            for key, value in loaded.items()
+            if not (isinstance(key, str) and isinstance(value, torch.Tensor))
+        ]
+        if others:
+            raise CheckpointError(
+                f"the file holds more than named tensors: {_first(others)}", where=str(self.path), fix=self._resave
+            )
+        return loaded
+
+    def _check(self, name: str, tensor: torch.Tensor, on_fault: OnFault) -> bool:
+        """Whether a tensor is plain numbers in memory."""
+        import torch
+
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if plain and not tensor.is_quantized and is_known_dtype(_dtype_name(tensor)):
+            return True
+        on_fault(
+            CheckpointError(
+                f"tensor '{name}' is not plain: {type(tensor).__name__}, {tensor.layout}, {tensor.dtype}",
+                where=str(self.path),
+                tensor=name,
+                fix="Consolidate, densify or dequantise the checkpoint first.",
+            )
+        )
+        return False
+
+    def _refusal(self, error: Exception) -> CheckpointError:
+        """Unsafe, with the globals named, or damaged, with torch's own words."""
+        unsafe = [
+            name for name in dict.fromkeys(_globals(self.path, zipped=self._mapped)) if not _HARMLESS.fullmatch(name)
+        ]
+        if unsafe:
+            sharded = any(name.startswith("torch.distributed.") for name in unsafe)
+            return CheckpointError(
+                f"the pickle needs {_first(unsafe)}, and loading that could run code",
+                where=str(self.path),
+                why="Only tensors are read from a pickle",
+                fix="This is sharded training state: consolidate first." if sharded else self._resave,
+            )
+        return CheckpointError(
+            "the file is damaged, or torch.save did not write it",
+            where=str(self.path),
+            why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}",
+            fix="Download or copy it again.",
+        )
+
+    @property
+    def _resave(self) -> str:
+        saved = "model.state_dict()" if self._entry is None else f"{{'{self._entry}': model.state_dict(), ...}}"
+        return f"Where you trust the file, load it and save its tensors alone: torch.save({saved}, ...)."
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float))
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _first(items: list[str], count: int = 3) -> str:
+    return ", ".join(items[:count]) + (f" and {len(items) - count} more" if len(items) > count else "")
+
+
+def _globals(path: Path, *, zipped: bool) -> Iterator[str]:
+    """What a file's pickles would import, read off their opcodes: nothing is imported or called."""
+    try:
+        if zipped:
+            with zipfile.ZipFile(path) as archive:
+                pickle_name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+                yield from _pickle_globals(io.BytesIO(archive.read(pickle_name)))
+        else:
+            with path.open("rb") as data:
+                for _ in range(4):  # the old format: a magic number, a version, the system, the dict
+                    yield from _pickle_globals(data)
+    except Exception:  # not a pickle from here on: what was named so far stands
+        return
+
+
+def _pickle_globals(stream: IO[bytes]) -> Iterator[str]:
+    strings: list[str] = []  # in the order pushed, of which STACK_GLOBAL takes the last two
+    memo: dict[Any, str] = {}
+    for opcode, argument, _ in pickletools.genops(stream):
+        if opcode.name in ("GLOBAL", "INST"):
+            yield str(argument).replace(" ", ".", 1)
+        elif opcode.name == "STACK_GLOBAL":
+            yield ".".join(strings[-2:])
+        elif opcode.name == "MEMOIZE":
+            memo[len(memo)] = strings[-1] if strings else ""
+        elif opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            memo[argument] = strings[-1] if strings else ""
+        elif opcode.name in ("GET", "BINGET", "LONG_BINGET"):
+            strings.append(memo.get(argument, ""))
+        elif isinstance(argument, str):
+            strings.append(argument)

@@ -1,0 +1,84 @@
+"""How much a model cares where it stands: the source against itself with every position shifted.
+
+A shift of learned positions changes nothing that a text means, so what it costs the source tells what
+kind of model this is, and what a conversion of positions may be measured against. It is no bound: a
+causal model can infer positions from its prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from converter.blocks import HEAD, blocks
+from converter.conversion.streams import Streams, Variant, logits
+from converter.errors import UnsupportedError
+from converter.families.opened import SourceModel
+from converter.measure.verify import Figures, Tally
+from converter.text.gather import source_documents
+from converter.text.windows import Windows, windows
+
+SHIFTS = (1, 4, 16, 64)
+#: Tokens that each shift is measured on.
+_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """The source with its positions moved by `shift`, against itself; with `first_kept` position 0 stays."""
+
+    shift: int
+    first_kept: bool
+    figures: Figures
+
+
+def measure_yardstick(path: str | Path, text: Sequence[str | Path], device: str = "cpu") -> tuple[Shifted, ...]:
+    """`yardstick` of a checkpoint folder on text files."""
+    source = SourceModel.open(path)
+    documents = source_documents(source, [Path(file) for file in text])
+    return yardstick(source, windows(documents, source.spec.context, _TOKENS), device)
+
+
+@torch.no_grad()
+def yardstick(source: SourceModel, text: Windows, device: str = "cpu") -> tuple[Shifted, ...]:
+    """Shifts by 1, 4, 16 and 64, as far as the context allows, with position 0 moved and with it kept.
+
+    Windows are cut so that the largest shift stays within the context. Raises UnsupportedError for a
+    model without absolute positions: there a common shift changes nothing.
+    """
+    spec = source.spec
+    if not spec.absolute_positions:
+        raise UnsupportedError("a model with rotary positions does not change when all of them are shifted")
+    shifts = [shift for shift in SHIFTS if shift <= spec.context // 4]
+    length = min(text.ids.shape[1], spec.context - max(shifts, default=0))
+    rows = max(1, _TOKENS // length)
+    text = Windows(text.ids[:rows, :length], text.lengths[:rows].clip(max=length))
+    variants = [(0, True), *((shift, kept) for shift in shifts for kept in (False, True))]
+    streams = {
+        variant: Streams(text, [0], torch.float32, torch.device(device), _positions(length, *variant).to(device))
+        for variant in variants
+    }
+    for ref in blocks(spec):
+        block = Variant(source.read_block(ref, torch.float32, device), spec)
+        if ref == HEAD:
+            break
+        for each in streams.values():
+            each.advance(0, block, ref)
+    results = []
+    for variant in variants[1:]:
+        tally = Tally(length)
+        heads = {v: (block, streams[v].states[0]) for v in (variants[0], variant)}
+        for found, targets, positions in logits(text, heads, torch.device(device)):
+            tally.add(found[variants[0]], found[variant], targets, positions)
+        results.append(Shifted(*variant, tally.comparison().total))
+    return tuple(results)
+
+
+def _positions(length: int, shift: int, first_kept: bool) -> torch.Tensor:
+    """0 to length - 1, shifted; with `first_kept` all but the first."""
+    positions = torch.arange(length) + shift
+    positions[0] = 0 if first_kept else shift
+    return positions

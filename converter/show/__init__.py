@@ -1,0 +1,1 @@
+"""Words and pictures for people, and nothing else: progress, tables, cards, figures."""
