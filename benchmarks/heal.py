@@ -32,7 +32,7 @@ from converter.healing.parts import Learner, make_loop
 from converter.healing.report import HealReport
 from converter.healing.run import heal
 from converter.healing.settings import HealSettings
-from converter.measure.verify import quiet_transformers
+from converter.measure.models import quiet_transformers
 from converter.show.progress import Bars, progress
 from converter.text.documents import Corpus
 from converter.text.gather_heal import HealTexts
@@ -72,7 +72,7 @@ def healed(name: str, run: Run, work: Path, overrides: tuple[str, ...], bars: Ba
         overrides=settings,
         control=control,
         resume=True,
-        watch=bars,
+        progress=bars,
         device="cpu",
     )
 

@@ -32,7 +32,7 @@ from converter.conversion.walk import Walk
 from converter.families.opened import SourceModel
 from converter.files.tokenizer import load_tokenizer
 from converter.healing.run import heal
-from converter.measure.verify import Figures
+from converter.measure.metrics import Figures
 from converter.ops import Calibration, Notes, Op
 from converter.ops.drop_biases import DropBiases
 from converter.ops.fit_blocks import MICRO_BATCH

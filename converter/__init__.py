@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from converter.measure.check import Fault, check
     from converter.measure.evaluate import Evaluation, evaluate
     from converter.measure.inspect import Inspection, inspect
-    from converter.measure.verify import Comparison, verify
+    from converter.measure.metrics import Comparison
+    from converter.measure.verify import verify
 
 __all__ = [
     "Comparison",

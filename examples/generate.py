@@ -11,7 +11,7 @@ import click
 from transformers import AutoModelForCausalLM
 
 from converter.files.tokenizer import load_tokenizer
-from converter.measure.verify import quiet_transformers
+from converter.measure.models import quiet_transformers
 
 PROMPTS = (
     "import os\nimport sys\n\ndef main(",

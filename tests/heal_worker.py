@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -24,6 +24,7 @@ from converter.healing.optimizer import parameter_groups
 from converter.healing.run import heal as run
 from converter.healing.student import Student
 from converter.healing.trainee import Trainee
+from converter.show.progress import Progress
 
 _FORWARD = Student.forward
 
@@ -42,21 +43,14 @@ def sharded(accelerator: Any, student: Any, roles: Any, settings: Any) -> Traine
     return Trainee(accelerator, student, student, optimizer, settings.clip)
 
 
-class Stop:
-    """A watch that has its process told to stop when a step is over, as a launcher tells it."""
+class Stop(Progress):
+    """Has its process told to stop when a step is over, as a launcher tells it."""
 
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def say(self, text: str) -> None:
-        """See Watch."""
-
-    def begin(self, tokens: int, done: int) -> None:
-        """See Watch."""
-
-    def step(self, record: dict[str, float]) -> None:
-        """See Watch."""
-        if record["step"] == self._step:
+    def advance(self, amount: int, figures: Mapping[str, float] | None = None) -> None:
+        if figures is not None and figures["step"] == self._step:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -98,7 +92,7 @@ def heal(job: dict[str, Any]) -> None:
         for place, name, value in changes:
             setattr(place, name, value)
         with suppress(InterruptedRunError) if stop else nullcontext():
-            run(**job, device="cpu", **({"watch": Stop(stop)} if stop else {}))
+            run(**job, device="cpu", **({"progress": Stop(stop)} if stop else {}))
     finally:
         for place, name, value in originals:
             setattr(place, name, value)

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families.gpt2 import ACTIVATIONS
 from converter.families.opened import SourceModel
-from converter.measure.verify import load_transformers
+from converter.measure.models import load_transformers
 from converter.spec import Activation
 
 

@@ -29,7 +29,8 @@ from converter.healing.schedules import ramp, set_theta, theta_of
 from converter.healing.settings import HealSettings
 from converter.healing.student import Teacher
 from converter.healing.zero import check_config, zero_plugin
-from converter.measure.verify import load_plain
+from converter.measure.models import load_plain
+from converter.show.progress import Progress
 
 STEPS, TOKENS = 12, 160  # of 4 sequences of 40 tokens each
 SHORT = (
@@ -81,20 +82,17 @@ def training_losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-class StopAt:
-    """A watch that does something when a step is over."""
+class StopAt(Progress):
+    """Does something when a step is over."""
 
     def __init__(self, step, act):
         self._step, self._act = step, act
 
-    def say(self, text):
-        pass
-
-    def begin(self, tokens, done):
+    def stage(self, name, total, done=0, unit="bytes"):
         self.done = done
 
-    def step(self, record):
-        if record["step"] == self._step:
+    def advance(self, amount, figures=None):
+        if figures["step"] == self._step:
             self._act()
 
 
@@ -127,9 +125,9 @@ def test_the_output_is_a_plain_checkpoint_with_its_records(healed, converted):
 @pytest.mark.parametrize(("step", "saved"), [(1, 0), (5, 4), (8, 6), (9, 8), (11, 9)])
 def test_a_run_that_was_killed_goes_on_to_the_same_losses_and_weights(run, healed, step, saved):
     with pytest.raises(KeyboardInterrupt):
-        run("again", watch=StopAt(step, kill))
+        run("again", progress=StopAt(step, kill))
     watch = StopAt(0, kill)
-    report = run("again", resume=True, watch=watch)
+    report = run("again", resume=True, progress=watch)
     assert watch.done == saved * TOKENS
     assert training_losses(report.target) == training_losses(healed.target)
     assert same_weights(report.target, healed.target)
@@ -138,11 +136,11 @@ def test_a_run_that_was_killed_goes_on_to_the_same_losses_and_weights(run, heale
 
 def test_sigterm_saves_the_step_and_stops(run, healed, tmp_path):
     with pytest.raises(InterruptedRunError, match="after step 5 of 12") as error:
-        run("again", watch=StopAt(4, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        run("again", progress=StopAt(4, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert error.value.exit_code == 143
     assert not (tmp_path / "again").exists()
     watch = StopAt(0, kill)
-    report = run("again", resume=True, watch=watch)
+    report = run("again", resume=True, progress=watch)
     assert watch.done == 5 * TOKENS
     assert same_weights(report.target, healed.target)
 
@@ -157,7 +155,7 @@ def test_sigterm_saves_the_step_and_stops(run, healed, tmp_path):
 )
 def test_a_snapshot_without_all_its_parts_is_an_error_never_a_reset(run, tmp_path, damage, message):
     with pytest.raises(KeyboardInterrupt):
-        run("again", watch=StopAt(7, kill))
+        run("again", progress=StopAt(7, kill))
     damage(tmp_path / ".again.partial" / ".heal" / "step-00000006")
     with pytest.raises(CheckpointError, match=message):
         run("again", resume=True)
@@ -165,18 +163,18 @@ def test_a_snapshot_without_all_its_parts_is_an_error_never_a_reset(run, tmp_pat
 
 def test_a_snapshot_under_another_name_than_its_own_is_none(run, healed, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run("again", watch=StopAt(7, kill))
+        run("again", progress=StopAt(7, kill))
     work = tmp_path / ".again.partial" / ".heal"
     (work / "step-00000006").rename(work / ".step-00000006.partial")  # as a kill during its writing leaves it
     watch = StopAt(0, kill)
-    report = run("again", resume=True, watch=watch)
+    report = run("again", resume=True, progress=watch)
     assert watch.done == 4 * TOKENS
     assert same_weights(report.target, healed.target)
 
 
 def test_a_resumed_run_must_be_the_same_run(run, converted, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run("again", watch=StopAt(7, kill))
+        run("again", progress=StopAt(7, kill))
     with pytest.raises(ConverterError, match=r"differs in rate \(0.003 then, 0.004 now\)"):
         run("again", "heal.rate=4e-3", resume=True)
     other = models.write_ids(tmp_path / "other.npy", seed=9)
@@ -218,7 +216,7 @@ def test_a_recorded_teacher_is_asked_once_and_says_the_same(run, healed, monkeyp
     asked = Asked(monkeypatch)
     everything = ("heal.teacher=recorded", "heal.top_k=1000000")  # more tokens than there are: nothing is left out
     with pytest.raises(KeyboardInterrupt):
-        run("recorded", *everything, watch=StopAt(7, kill))
+        run("recorded", *everything, progress=StopAt(7, kill))
     rows = len(asked.digests)
     assert 0 < rows == len(set(asked.digests))
     report = run("recorded", *everything, resume=True)
@@ -398,7 +396,7 @@ def test_a_launch_that_ends_up_alone_or_unsharded_is_an_error(monkeypatch):
 
 def test_a_run_does_not_go_on_with_the_snapshots_of_deepspeed(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run("begun", watch=StopAt(7, kill))
+        run("begun", progress=StopAt(7, kill))
     for state in (tmp_path / ".begun.partial" / ".heal").glob("step-*/state.json"):
         content = json.loads(state.read_text())
         assert content["trainee"] == "torch"

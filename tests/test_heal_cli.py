@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from converter.cli.main import main
-from converter.measure.verify import load_plain
+from converter.measure.models import load_plain
 
 SHORT = ("--tokens", "480", "--context", "40", "--set", "heal.sequences_per_step=4", "--set", "heal.rate=3e-3")
 

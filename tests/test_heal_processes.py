@@ -50,7 +50,7 @@ def one(jobs):
     heal_worker.heal(jobs("one-staged", "heal.stage_one=0.5"))
     heal_worker.heal(jobs("one-recorded", *RECORDED))
     with pytest.raises(KeyboardInterrupt):
-        heal(**jobs("resumed"), watch=StopAt(13, kill))
+        heal(**jobs("resumed"), progress=StopAt(13, kill))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from converter.conversion.recipe import load_recipe
 from converter.errors import CheckpointError, ConverterError, RecipeError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.files.checkpoint import Checkpoint
-from converter.measure.verify import load_transformers
+from converter.measure.models import load_transformers
 from converter.spec import Activation
 
 HEADS, HIDDEN, LAYERS = 3, 48, 2

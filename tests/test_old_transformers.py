@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from converter import convert
-from converter.measure.verify import load_plain
+from converter.measure.models import load_plain
 
 _READ = """
 import sys

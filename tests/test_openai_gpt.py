@@ -20,7 +20,7 @@ from converter.conversion.run import plan_conversion
 from converter.errors import ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.files.tokenizer import load_tokenizer, same_ids, write_tokenizer
-from converter.measure.verify import load_transformers
+from converter.measure.models import load_transformers
 from converter.spec import Activation
 
 VARIANTS: dict[str, dict[str, Any]] = {

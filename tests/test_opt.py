@@ -20,7 +20,7 @@ from converter.conversion.walk import Walk
 from converter.errors import CheckpointError, UnsupportedError
 from converter.families.mapping import Ones, Skipped
 from converter.families.opened import SourceModel
-from converter.measure.verify import load_transformers
+from converter.measure.models import load_transformers
 from converter.ops.fold_attention_scale import FoldAttentionScale
 from converter.ops.gelu_to_swiglu import GeluToSwiglu
 from converter.ops.layernorm_to_rmsnorm import LayerNormToRMSNorm

@@ -22,7 +22,7 @@ from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families.llama_meta import feed_forward_size
 from converter.families.opened import SourceModel
 from converter.files.llama_meta import write_shards
-from converter.measure.verify import load_any, load_plain
+from converter.measure.models import load_any, load_plain
 from converter.ops.cut_for_ranks import CutForRanks
 from converter.rope.layout import swap_rows
 from converter.rope.scaling import scaling_of

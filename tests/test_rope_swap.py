@@ -27,7 +27,7 @@ from converter.conversion.run import convert
 from converter.errors import ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.files.record import read_stamp
-from converter.measure.verify import load_any, load_plain
+from converter.measure.models import load_any, load_plain
 from converter.rope import journal, patch, scores
 from converter.rope.journal import FOLDER
 from converter.rope.moves import unit_edges

@@ -11,7 +11,7 @@ from converter.blocks import Block
 from converter.conversion.report import StepReport, unexplained_drift
 from converter.conversion.run import plan_conversion
 from converter.conversion.walk import Walk
-from converter.measure.verify import Tally, batches, predictions
+from converter.measure.metrics import Tally, batches, predictions
 from converter.ops import Notes
 from converter.text.windows import Windows
 

@@ -68,7 +68,7 @@ def heal(converted: Path, target: Path, **options: Any) -> None:
     from converter.healing.run import heal as run
 
     with progress(hidden=options["as_json"]) as bars:
-        report = _run(options, lambda given: run(converted, target, watch=bars, **given))
+        report = _run(options, lambda given: run(converted, target, progress=bars, **given))
     _show(report, **options)
 
 
@@ -88,7 +88,7 @@ def upgrade(source: Path, target: Path, **options: Any) -> None:
     from converter.healing.upgrade import upgrade as run
 
     with progress(hidden=options["as_json"]) as bars:
-        report = _run(options, lambda given: run(source, target, progress=bars, watch=bars, **given))
+        report = _run(options, lambda given: run(source, target, progress=bars, **given))
     _show(report, **options)
 
 
@@ -110,7 +110,7 @@ def _show(report: HealReport, as_json: bool, **_: Any) -> None:
         if as_json:
             click.echo(to_json(report.to_dict()))
         else:
-            from converter.healing.report import heal_tables
+            from converter.show.tables import heal_tables
 
             print_all(heal_tables(report))
             speed = f"{report.tokens:,} tokens seen, {report.tokens_per_second:,.0f} a second"

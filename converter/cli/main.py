@@ -102,7 +102,7 @@ def inspect(path: Path, mapping: bool, text: tuple[Path, ...], as_json: bool) ->
     if as_json:
         click.echo(to_json(facts))
         return
-    from converter.conversion.report import inspection_table, mapping_table, yardstick_table
+    from converter.show.tables import inspection_table, mapping_table, yardstick_table
 
     tables = [inspection_table(found), *([mapping_table(found)] if mapping else [])]
     print_all(tables + ([yardstick_table(rows)] if rows is not None else []))
@@ -257,12 +257,12 @@ def convert(
     from converter.conversion import run as conversion
 
     if dry_run:
-        from converter.conversion.report import plan_dict, plan_tables
+        from converter.show.tables import plan_tables
 
         plan = conversion.plan_conversion(source, recipe, overrides, dtype)
         conversion.check_conversion(plan, target, text, eval_text, max_shard_size, overwrite, resume)
         if as_json:
-            click.echo(to_json(plan_dict(plan)))
+            click.echo(to_json(plan.to_dict()))
             return
         print_all(plan_tables(plan))
         return
@@ -285,7 +285,7 @@ def convert(
     if as_json:
         click.echo(to_json(report.to_dict()))
         return
-    from converter.conversion.report import conversion_tables
+    from converter.show.tables import conversion_tables
 
     print_all(conversion_tables(report))
     click.echo(f"Wrote {target}: {report.target_cost.parameters:,} parameters, {report.dtype}.")
@@ -328,7 +328,7 @@ def verify(
     if as_json:
         click.echo(to_json(comparison.to_dict() | {"max_kl": limit, "passed": comparison.total.kl <= limit}))
     else:
-        from converter.conversion.report import comparison_table
+        from converter.show.tables import comparison_table
 
         print_all([comparison_table(comparison, f"{a} against {b}, nats per token")])
     if not comparison.total.kl <= limit:
@@ -372,14 +372,16 @@ def evaluate(
     """
     from converter.measure import evaluate as evaluation
 
-    with progress(hidden=as_json, of_bytes=False) as bars:
+    with progress(hidden=as_json) as bars:
         found = evaluation.evaluate(
             paths, text=text, context=contexts, stride=stride, max_tokens=tokens, device=device, progress=bars
         )
     if as_json:
         click.echo(to_json([each.to_dict() for each in found]))
     else:
-        print_all(evaluation.evaluation_tables(found))
+        from converter.show.tables import evaluation_tables
+
+        print_all(evaluation_tables(found))
         for each in found:
             if each.no_kl:
                 click.echo(f"No KL of {each.path}: {each.no_kl}.")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -80,6 +80,30 @@ class Plan:
     def named(self, ref: BlockRef, block: Block) -> dict[str, torch.Tensor]:
         """The tensors of a converted block by the target's names; roles that only the target has are zeros."""
         return self.target.write_block(self.target_spec, ref, block)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dry run, for JSON."""
+        return {
+            "recipe": self.recipe.name,
+            "steps": [
+                {
+                    "name": step.op.name,
+                    "parameters": dict(vars(step.op)),
+                    "exact": step.exact,
+                    "needed": step.needed,
+                    "calibrated": step.op.calibrated,
+                }
+                for step in self.steps
+            ],
+            "used": self.source.used,
+            "dropped": [asdict(each) for each in (*self.source.dropped, *self.dropped)],
+            "ignored": {key: why for key, why in self.source.config_accounts.items() if why != "read"},
+            "target": self.target.name,
+            "tensors": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in self.tensors.items()},
+            "parameters": self.parameters,
+            "bytes": self.output_bytes,
+            "peak_bytes": self.peak_bytes,
+        }
 
 
 def make_plan(source: SourceModel, recipe: Recipe, dtype: DtypeName | None = None) -> Plan:

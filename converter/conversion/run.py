@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from converter import __version__
 from converter.blocks import blocks
 from converter.conversion.plan import DtypeName, Plan, make_plan
 from converter.conversion.recipe import Recipe, load_recipe, with_overrides
-from converter.conversion.report import EXACT_TOLERANCE, ConversionReport, Cost, StepReport, model_card
+from converter.conversion.report import EXACT_TOLERANCE, ConversionReport, Cost, StepReport
 from converter.conversion.resume import Journal
 from converter.conversion.walk import Findings, State, Walk
 from converter.errors import ConverterError, VerificationError
@@ -28,43 +28,17 @@ from converter.files.output import OutputFolder
 from converter.files.tokenizer import load_tokenizer, same_ids, write_tokenizer
 from converter.files.writer import CheckpointWriter, parse_size
 from converter.measure.inspect import warnings
-from converter.measure.verify import Comparison, compare, load_plain, load_transformers, pick_device, tokens_per_second
+from converter.measure.metrics import Comparison
+from converter.measure.models import load_plain, load_transformers, pick_device, tokens_per_second
+from converter.measure.verify import compare
 from converter.measure.yardstick import yardstick
 from converter.reference import flops_per_token, run_embeddings, run_layer
+from converter.show.card import model_card
 from converter.show.figures import draw_figures
+from converter.show.progress import Progress
 from converter.spec import ModelSpec
 from converter.text.gather import Texts, calibrated_step, gather_texts
 from converter.text.windows import Windows, as_paths
-
-
-class Progress(Protocol):
-    """What a caller may show while a conversion runs."""
-
-    def say(self, text: str) -> None:
-        """A line that should stay."""
-
-    def stage(self, name: str, total: int) -> None:
-        """A stage of this length begins; a conversion is as long as its output in bytes."""
-
-    def advance(self, amount: int) -> None:
-        """So much of the stage is done."""
-
-    def detail(self, what: str, done: int, total: int) -> None:
-        """Inside the stage, something takes a while: what, how far it is, and how long it is."""
-
-
-class _Silent:
-    def say(self, text: str) -> None:
-        pass
-
-    def stage(self, name: str, total: int) -> None:
-        pass
-
-    def advance(self, amount: int) -> None:
-        pass
-
-    def detail(self, what: str, done: int, total: int) -> None:
-        pass
 
 
 def plan_conversion(
@@ -127,7 +101,7 @@ def convert(
     conversion that was killed. Raises a ConverterError for bad input, and VerificationError where an
     exact op did not keep the function or the written files compute something else than the conversion.
     """
-    progress = progress or _Silent()
+    progress = progress or Progress()
     opened = SourceModel.open(source)
     source_hash = SourceHash(opened.checkpoint).start()
     plan = plan_conversion(opened, recipe, overrides, dtype)
@@ -336,7 +310,7 @@ def _verified(
     progress: Progress,
 ) -> ConversionReport:
     """The report with what transformers' class of the source and of the written files say."""
-    progress.stage("verify", 3)
+    progress.stage("verify", 3, unit="steps")
     models = (load_transformers(plan.source), load_plain(folder))
     progress.advance(1)
     comparison = compare(*models, texts.evaluation, device)

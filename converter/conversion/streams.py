@@ -14,7 +14,7 @@ from torch import Tensor
 
 from converter import reference
 from converter.blocks import Block, BlockRef
-from converter.measure.verify import batches, predictions
+from converter.measure.metrics import batches, predictions
 from converter.ops import Calibration
 from converter.spec import ModelSpec
 from converter.text.windows import Windows

@@ -21,7 +21,7 @@ from converter import reference
 from converter.blocks import Block, BlockRef, Dropped, block_shapes, blocks
 from converter.conversion.plan import Plan
 from converter.conversion.streams import Reading, StreamCalibration, Streams, Trace, Variant, logits
-from converter.measure.verify import Comparison, Tally, batches, larger
+from converter.measure.metrics import Comparison, Tally, batches, larger
 from converter.ops import Calibration, Notes
 from converter.spec import Norm
 from converter.text.windows import Windows

@@ -19,11 +19,12 @@ from converter.errors import ConverterError
 from converter.families.opened import SourceModel
 from converter.healing.job import Job
 from converter.healing.launch import first
-from converter.healing.loop import Evaluation, Watch
+from converter.healing.loop import HeldOutFigures
 from converter.healing.parts import Learner, make_loop, roles_of
 from converter.healing.settings import HealSettings
 from converter.healing.snapshots import Snapshots
-from converter.measure.verify import load_transformers
+from converter.measure.models import load_transformers
+from converter.show.progress import Progress
 from converter.text.gather_heal import HealTexts
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ class Control:
 
     name: str
     rate: float
-    best: Evaluation
-    evaluations: tuple[Evaluation, ...]
+    best: HeldOutFigures
+    evaluations: tuple[HeldOutFigures, ...]
     tokens: int
 
 
@@ -53,7 +54,7 @@ def run_controls(
     texts: HealTexts,
     accelerator: Accelerator,
     folder: Path,
-    watch: Watch,
+    progress: Progress,
     *,
     fine_tuned: bool,
     starts: Sequence[Start],
@@ -67,7 +68,7 @@ def run_controls(
         raise ConverterError("there is no source to compare with", fix="Name it with --teacher")
     controls = []
     for name, settings, learner in _learners(job, accelerator, folder, fine_tuned, starts):
-        watch.say(f"Control: {name}, rate {settings.rate:g}.")
+        progress.say(f"Control: {name}, rate {settings.rate:g}.")
         own = folder / f"{name.replace(' ', '-')}-{settings.rate:g}"
         if accelerator.is_main_process:
             own.mkdir(parents=True, exist_ok=True)
@@ -75,8 +76,8 @@ def run_controls(
         changed = dataclasses.replace(job, settings=settings)
         snapshots = Snapshots(own, changed.fingerprint(texts), settings.keep, accelerator)
         context = min(job.context, job.source.spec.context)
-        loop = make_loop(learner, settings, texts, context, accelerator, folder.parent, watch.say)
-        outcome = loop.run(own, snapshots, watch, resume)
+        loop = make_loop(learner, settings, texts, context, accelerator, folder.parent, progress.say)
+        outcome = loop.run(own, snapshots, progress, resume)
         controls.append(Control(name, settings.rate, outcome.best, tuple(outcome.evaluations), outcome.tokens))
         accelerator.free_memory()
     return tuple(controls)

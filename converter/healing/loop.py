@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -34,6 +34,7 @@ from converter.healing.settings import HealSettings
 from converter.healing.snapshots import Snapshots
 from converter.healing.student import Answer, Sums, Teacher
 from converter.healing.trainee import Trainee
+from converter.show.progress import Progress
 
 #: Steps in a row without a finite gradient after which a run is over.
 _HOPELESS = 10
@@ -45,21 +46,8 @@ class InterruptedRunError(ConverterError):
     exit_code = 143  # 128 + SIGTERM, as shells have it
 
 
-class Watch(Protocol):
-    """What a caller may show while a run goes on."""
-
-    def say(self, text: str) -> None:
-        """A line that should stay."""
-
-    def begin(self, tokens: int, done: int) -> None:
-        """A run over so many tokens, of which some are done."""
-
-    def step(self, record: dict[str, float]) -> None:
-        """A step is over; what `metrics.jsonl` says about it."""
-
-
 @dataclass(frozen=True)
-class Evaluation:
+class HeldOutFigures:
     """Held-out loss, and KL to the teacher where there is one, in nats per token, after so many steps."""
 
     step: int
@@ -71,8 +59,8 @@ class Evaluation:
 class Outcome:
     """How a run went. The module holds the weights of the best evaluation."""
 
-    evaluations: list[Evaluation]
-    best: Evaluation
+    evaluations: list[HeldOutFigures]
+    best: HeldOutFigures
     steps: int
     tokens: int
     skipped: int
@@ -102,28 +90,29 @@ class Loop:
         self._ramp_steps = min(round(settings.theta_ramp * self.steps), self.steps - 1) if thetas else 0
         self._skipped = self._in_a_row = 0
         self._seconds = 0.0  # in steps, without evaluations and snapshots
-        self._evaluations: list[Evaluation] = []
+        self._evaluations: list[HeldOutFigures] = []
 
-    def run(self, folder: Path, snapshots: Snapshots, watch: Watch, resume: bool = False) -> Outcome:
+    def run(self, folder: Path, snapshots: Snapshots, progress: Progress, resume: bool = False) -> Outcome:
         """Train to the end, or to the target; `metrics.jsonl` in `folder` gets a line a step.
 
         Raises InterruptedRunError after a SIGTERM, and ConverterError where no gradient is finite any more.
         """
         start = self._resume(snapshots) if resume else 0
         metrics = _Metrics(folder / "metrics.jsonl", start, self.accelerator.is_main_process)
-        watch.begin(self.steps * self.batches.tokens_per_step, start * self.batches.tokens_per_step)
+        tokens = self.batches.tokens_per_step
+        progress.stage("heal", self.steps * tokens, done=start * tokens, unit="tokens")
         step = start
         with _sigterm() as told_to_stop, metrics:
             if start == 0:
-                self._evaluate(0, metrics, watch)
+                self._evaluate(0, metrics, progress)
             while step < self.steps and not self._reached_target():
                 record, stop = self.step(step, told_to_stop)
                 step += 1
                 self._note(record, metrics)
-                watch.step(record)
+                progress.advance(tokens, record)
                 improved = False
                 if self._due(step, self.settings.evaluate_every) or step == self.steps:
-                    improved = self._evaluate(step, metrics, watch)
+                    improved = self._evaluate(step, metrics, progress)
                 if improved or stop or step == self.steps or self._due(step, self.settings.save_every):
                     snapshots.save(step, self._state(), self.trainee, best=self._best_step())
                 if stop:
@@ -196,7 +185,7 @@ class Loop:
         return found
 
     @torch.no_grad()
-    def _evaluate(self, step: int, metrics: _Metrics, watch: Watch) -> bool:
+    def _evaluate(self, step: int, metrics: _Metrics, progress: Progress) -> bool:
         """Measure on held-out text; whether it is the best so far."""
         accelerator, settings = self.accelerator, self.settings
         both = LossWeights(kl=float(self.teacher is not None), ce=1.0)
@@ -208,12 +197,12 @@ class Loop:
             sums += torch.stack([each.double() for each in found])
             valid += micro_batch.valid
         valid_total, _, kl, ce, kl_tokens = self._over_ranks(valid, *sums.tolist())
-        evaluation = Evaluation(step, ce / valid_total, kl / kl_tokens if kl_tokens else None)
+        evaluation = HeldOutFigures(step, ce / valid_total, kl / kl_tokens if kl_tokens else None)
         self._evaluations.append(evaluation)
         figures = {"held_out_loss": evaluation.loss, "held_out_kl": evaluation.kl}
         self._note({"step": step} | {name: value for name, value in figures.items() if value is not None}, metrics)
         of_kl = "" if evaluation.kl is None else f", KL to {settings.compared_with} {evaluation.kl:.4f}"
-        watch.say(f"step {step} of {self.steps}: held-out loss {evaluation.loss:.4f}{of_kl}")
+        progress.say(f"step {step} of {self.steps}: held-out loss {evaluation.loss:.4f}{of_kl}")
         return step > 0 and self._best_step() == step
 
     def _note(self, record: dict[str, float], metrics: _Metrics) -> None:
@@ -222,14 +211,14 @@ class Loop:
         values = {name: value for name, value in record.items() if name != "step"}
         self.accelerator.log(values, step=int(record["step"]))
 
-    def _objective(self, evaluation: Evaluation) -> float:
+    def _objective(self, evaluation: HeldOutFigures) -> float:
         """What the run minimises, on held-out text."""
         figure = evaluation.loss
         if evaluation.kl is not None:
             figure = self.settings.kl * evaluation.kl + self.settings.ce * evaluation.loss
         return figure if math.isfinite(figure) else math.inf
 
-    def _counting(self) -> list[Evaluation]:
+    def _counting(self) -> list[HeldOutFigures]:
         """Evaluations of what would be exported: not the unhealed model, and nothing at another theta."""
         return [each for each in self._evaluations if each.step > self._ramp_steps]
 
@@ -267,7 +256,7 @@ class Loop:
             return 0
         state = snapshots.load(steps[-1], self.trainee)
         self._skipped, self._in_a_row, self._seconds = (state[key] for key in ("skipped", "in_a_row", "seconds"))
-        self._evaluations = [Evaluation(**each) for each in state["evaluations"]]
+        self._evaluations = [HeldOutFigures(**each) for each in state["evaluations"]]
         return steps[-1]
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from converter.errors import VerificationError
 from converter.healing.batches import IGNORE, Sequences
-from converter.measure.verify import is_rotary
+from converter.measure.models import is_rotary
 
 #: Largest difference, over the largest state, that rounding alone makes: 1e-6 is seen in fp32, 1e-2 in bf16.
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

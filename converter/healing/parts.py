@@ -24,7 +24,7 @@ from converter.healing.student import Student, Teacher, in_bfloat16
 from converter.healing.teachers import place_teacher
 from converter.healing.trainee import Trainee
 from converter.healing.zero import zero_trainee
-from converter.measure.verify import load_transformers
+from converter.measure.models import load_transformers
 from converter.spec import Norm
 from converter.text.gather_heal import HealTexts, sequences_of
 from converter.text.windows import windows

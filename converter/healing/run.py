@@ -16,12 +16,14 @@ from converter.healing.controls import Start, run_controls
 from converter.healing.export import check_export, config_changes, export_weights, layout_of, write_metadata
 from converter.healing.job import Job, heal_settings, open_job
 from converter.healing.launch import first, start
-from converter.healing.loop import Outcome, Watch
+from converter.healing.loop import Outcome
 from converter.healing.parts import Learner, make_loop, roles_of
 from converter.healing.recorded import RECORDS
 from converter.healing.report import HealReport, write_reports
 from converter.healing.snapshots import Snapshots
-from converter.measure.verify import compare, load_transformers, pick_device
+from converter.measure.models import load_transformers, pick_device
+from converter.measure.verify import compare
+from converter.show.progress import Progress
 from converter.text.gather_heal import HealTexts, gather_heal_texts, listed
 from converter.text.windows import windows
 
@@ -30,17 +32,6 @@ if TYPE_CHECKING:
 
 #: Where a run keeps its tokens and snapshots until it is over, inside the unfinished output.
 _WORK = ".heal"
-
-
-class _Silent:
-    def say(self, text: str) -> None:
-        pass
-
-    def begin(self, tokens: int, done: int) -> None:
-        pass
-
-    def step(self, record: dict[str, float]) -> None:
-        pass
 
 
 def heal(
@@ -60,7 +51,7 @@ def heal(
     log_with: Sequence[str] = (),
     overwrite: bool = False,
     resume: bool = False,
-    watch: Watch | None = None,
+    progress: Progress | None = None,
 ) -> HealReport:
     """Fine-tune the checkpoint in folder `converted`, by default to agree with its source, into folder `target`.
 
@@ -73,23 +64,26 @@ def heal(
     job = open_job(heal_settings(Path(converted), recipe, overrides), converted, teacher, dtype, max_shard_size)
     output = OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=job.converted.checkpoint.opened)
     accelerator = start(pick_device(device), job.settings, log_with, output.partial / "logs")
-    watch = watch if watch is not None and accelerator.is_main_process else _Silent()
+    progress = progress if progress is not None and accelerator.is_main_process else Progress()
     work = output.partial / _WORK
     with ExitStack() as stack:
         first(accelerator, lambda: stack.enter_context(output))
         with accelerator.main_process_first():  # the others read what it has put into the cache
             texts = gather_heal_texts(job.source or job.converted, listed(text), listed(eval_text), work / "tokens")
-        _announce(job, texts, watch)
+        _announce(job, texts, progress)
         snapshots = Snapshots(work, job.fingerprint(texts), job.settings.keep, accelerator)
         try:
-            outcome, whole = _train(job, texts, accelerator, snapshots, output.partial, watch, resume)
+            outcome, whole = _train(job, texts, accelerator, snapshots, output.partial, progress, resume)
         finally:
             output.keep_partial = bool(snapshots.steps() or any(work.glob(RECORDS)))
         accelerator.free_memory()
         report = _report(job, texts, outcome, Path(target))
         if control or starts:
             controls = run_controls(
-                *(job, texts, accelerator, work / "controls", watch), fine_tuned=control, starts=starts, resume=resume
+                *(job, texts, accelerator, work / "controls", progress),
+                fine_tuned=control,
+                starts=starts,
+                resume=resume,
             )
             report = dataclasses.replace(report, controls=controls)
 
@@ -101,12 +95,12 @@ def heal(
         return first(accelerator, finish) or report
 
 
-def _announce(job: Job, texts: HealTexts, watch: Watch) -> None:
+def _announce(job: Job, texts: HealTexts, progress: Progress) -> None:
     """What a user should know before hours are spent."""
     epochs = job.settings.tokens / texts.corpus.tokens
-    watch.say(f"{texts.corpus.tokens:,} tokens of text, to be seen {epochs:.3g} times.")
+    progress.say(f"{texts.corpus.tokens:,} tokens of text, to be seen {epochs:.3g} times.")
     if job.source is not None and job.context > job.source.spec.context and job.settings.ce == 0:
-        watch.say(
+        progress.say(
             f"Note: the teacher sees {job.source.spec.context} tokens, so nothing is learnt at later positions: "
             "give heal.ce a weight."
         )
@@ -118,15 +112,15 @@ def _train(
     accelerator: Accelerator,
     snapshots: Snapshots,
     folder: Path,
-    watch: Watch,
+    progress: Progress,
     resume: bool,
 ) -> tuple[Outcome, bool]:
     """Train, and write the best weights; how it went, and whether each process had the whole model."""
     learner = Learner(load_transformers(job.converted), roles_of(job.converted), job.source, job.theta)
-    loop = make_loop(learner, job.settings, texts, job.context, accelerator, folder / _WORK, watch.say)
+    loop = make_loop(learner, job.settings, texts, job.context, accelerator, folder / _WORK, progress.say)
     accelerator.init_trackers("heal", config=dataclasses.asdict(job.settings))
     try:
-        outcome = loop.run(folder, snapshots, watch, resume)
+        outcome = loop.run(folder, snapshots, progress, resume)
     finally:
         for tracker in accelerator.trackers:  # `end_training` would take the process group too
             tracker.finish()

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from converter.conversion.plan import DtypeName
-from converter.conversion.run import Progress, convert
+from converter.conversion.run import convert
 from converter.errors import ConverterError
 from converter.healing.controls import Start
 from converter.healing.launch import first, join
-from converter.healing.loop import Watch
 from converter.healing.report import HealReport
 from converter.healing.run import heal
-from converter.measure.verify import pick_device
+from converter.measure.models import pick_device
+from converter.show.progress import Progress
 from converter.text.documents import HUB_PREFIX
 from converter.text.gather_heal import listed
 
@@ -36,7 +36,6 @@ def upgrade(
     overwrite: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
-    watch: Watch | None = None,
 ) -> HealReport:
     """Convert the checkpoint `source`, heal the result with it as the teacher, and write folder `target`.
 
@@ -82,7 +81,7 @@ def upgrade(
         log_with=log_with,
         overwrite=overwrite,
         resume=resume,
-        watch=watch,
+        progress=progress,
     )
     first(state, lambda: shutil.rmtree(work))
     return report

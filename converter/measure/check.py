@@ -18,7 +18,7 @@ from converter.files.hub import local_path
 from converter.files.tokenizer import load_tokenizer, vocabulary_size
 
 if TYPE_CHECKING:
-    from converter.conversion.run import Progress
+    from converter.show.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -20,19 +20,22 @@ import torch
 from converter.errors import ConverterError, VerificationError
 from converter.files.hub import local_path
 from converter.files.tokenizer import load_tokenizer, same_ids
-from converter.measure.verify import Comparison, Figures, Tally, is_rotary, load_any, pick_device
+from converter.measure.metrics import Comparison, Figures, Tally
+from converter.measure.models import is_rotary, load_any, pick_device
 from converter.spec import Positions
 from converter.text.documents import Corpus, load_corpus
 from converter.text.windows import Ids
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-    from converter.conversion.run import Progress
+    from converter.show.progress import Progress
+
 
 #: Longest context that is taken where none is given.
 _LONGEST = 2048
+
+
 #: Logits of one model that are held at once.
 _LOGITS = 60_000_000
 
@@ -188,7 +191,7 @@ def _evaluate(
         step = min(stride, context - 1)
         spans = sorted(_spans(subject.corpus, context, step), key=len)
         if progress:
-            progress.stage(f"{subject.path} at {context}", sum(map(len, spans)))
+            progress.stage(f"{subject.path} at {context}", sum(map(len, spans)), unit="tokens")
         found = _compare(reference.model, subject.model, subject.corpus, spans, progress)
         total = found.total
         results.append(
@@ -281,42 +284,3 @@ def _size_in_bytes(corpus: Corpus, tokenizer: PreTrainedTokenizerFast | None) ->
             return None
         size += len(text.encode("utf-8"))
     return size
-
-
-def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
-    """A row for each model and context length; and loss by position, a table for each context length."""
-    from rich.table import Table
-
-    total = Table(title="Held-out loss, nats per token", title_justify="left")
-    for heading in ("model", "context", "tokens", "loss", "perplexity", "bits per byte", "KL to first", "agreement"):
-        total.add_column(heading, justify="left" if heading == "model" else "right", overflow="fold")
-    for evaluation in evaluations:
-        for at in evaluation.results:
-            figures = (_cell(at.bits_per_byte, ".4f"), _cell(at.kl, ".5f"), _cell(at.agreement, ".2%"))
-            total.add_row(
-                evaluation.path, str(at.context), f"{at.tokens:,}", f"{at.loss:.4f}", f"{at.perplexity:.3f}", *figures
-            )
-    contexts = sorted({at.context for evaluation in evaluations for at in evaluation.results})
-    return [total, *(_position_table(evaluations, context) for context in contexts)]
-
-
-def _position_table(evaluations: Sequence[Evaluation], context: int) -> Table:
-    from rich.table import Table
-
-    table = Table(title=f"Loss by position in a window of {context}", title_justify="left")
-    table.add_column("positions", justify="right")
-    columns = []
-    for evaluation in evaluations:
-        for at in evaluation.results:
-            if at.context == context:
-                table.add_column(evaluation.path, justify="right", overflow="fold")
-                columns.append({figures.first: figures for figures in at.buckets})
-    spans = {first: figures.last for column in columns for first, figures in column.items()}
-    for first in sorted(spans):
-        losses = (_cell(column[first].loss if first in column else None, ".4f") for column in columns)
-        table.add_row(str(first) if first == spans[first] else f"{first}-{spans[first]}", *losses)
-    return table
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

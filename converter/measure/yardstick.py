@@ -17,7 +17,7 @@ from converter.blocks import HEAD, blocks
 from converter.conversion.streams import Streams, Variant, logits
 from converter.errors import UnsupportedError
 from converter.families.opened import SourceModel
-from converter.measure.verify import Figures, Tally
+from converter.measure.metrics import Figures, Tally
 from converter.text.gather import source_documents
 from converter.text.windows import Windows, windows
 

@@ -12,7 +12,7 @@ from converter import reference
 from converter.blocks import EMBEDDINGS, HEAD, BlockRef
 from converter.families.opened import SourceModel
 from converter.files.tokenizer import load_tokenizer
-from converter.measure.verify import batches, predictions
+from converter.measure.metrics import batches, predictions
 from converter.rope.detect import Detection, detect_source
 from converter.rope.layout import other_layout
 from converter.spec import RopeLayout

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converter.measure.verify import Comparison
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from converter.conversion.report import StepReport
+    from converter.healing.controls import Control
+    from converter.healing.loop import HeldOutFigures
+    from converter.measure.metrics import Comparison
 
 _SOURCE, _RESULT, _LOSSY, _EXACT = "#4c72b0", "#c44e52", "#c44e52", "#55a868"
 
@@ -68,3 +69,38 @@ def _drift_by_depth(axes: Axes, steps: Sequence[StepReport]) -> None:
     axes.set(title="Drift by depth", xlabel="block (0: embeddings)", ylabel="relative error of the states")
     if axes.lines:
         axes.legend(fontsize="small")
+
+
+_HEALED, _SOURCE = "#c44e52", "#4c72b0"
+
+
+def draw_healing(
+    evaluations: Sequence[HeldOutFigures],
+    controls: Sequence[Control],
+    after: Comparison | None,
+    compared_with: str,
+    path: Path,
+) -> None:
+    """Held-out loss, and KL to what it is `compared_with` where that was measured, over the steps, as a PNG file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = {"loss": "held-out loss", "kl": f"KL to {compared_with}"}
+    if all(each.kl is None for each in evaluations):
+        del panels["kl"]
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (name, title) in zip(all_axes, panels.items(), strict=True):
+        for control in controls:
+            _draw(axes, control.evaluations, name, ".:", label=f"{control.name}, {control.rate:g}", linewidth=0.9)
+        _draw(axes, evaluations, name, "o-", label="healed", color=_HEALED)
+        if name == "loss" and after is not None:
+            axes.axhline(after.total.source_loss, color=_SOURCE, label="source")
+        axes.set(title=title, xlabel="step", ylabel="nats per token")
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def _draw(axes: object, evaluations: Sequence[HeldOutFigures], name: str, style: str, **options: object) -> None:
+    points = [(each.step, getattr(each, name)) for each in evaluations if getattr(each, name) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), style, **options)  # type: ignore[attr-defined]

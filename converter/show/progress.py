@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress as RichProgress
 
 #: Width of what goes to a file or a pipe.
 _WIDTH = 120
 
 
-class Bars:
-    """Progress bars, one a stage. A conversion counts bytes, an evaluation steps, a healing run tokens."""
+class Progress:
+    """What a caller may show while something runs. This one shows nothing; `Bars` is the terminal's."""
 
-    def __init__(self, bars: Progress, hidden: bool, of_bytes: bool) -> None:
-        self._bars, self._hidden, self._of_bytes = bars, hidden, of_bytes
+    def say(self, text: str) -> None:
+        """A line that should stay."""
+
+    def stage(self, name: str, total: int, done: int = 0, unit: str = "bytes") -> None:
+        """A stage of this length begins, or goes on from what is done."""
+
+    def advance(self, amount: int, figures: Mapping[str, float] | None = None) -> None:
+        """So much more of the stage is done; `figures` are those of the last training step."""
+
+    def detail(self, what: str, done: int, total: int) -> None:
+        """Inside the stage, something takes a while: what, how far it is, and how long it is."""
+
+
+class Bars(Progress):
+    """Progress bars, one a stage."""
+
+    def __init__(self, bars: RichProgress, hidden: bool) -> None:
+        self._bars, self._hidden = bars, hidden
         self._task: Any = None
-        self._name = ""
+        self._name = self._unit = ""
         self._done = self._total = 0
 
     def say(self, text: str) -> None:
@@ -28,41 +44,36 @@ class Bars:
         if not self._hidden:
             self._bars.console.print(text, highlight=False)
 
-    def stage(self, name: str, total: int) -> None:
-        """A stage of this length begins."""
-        self._name, self._done, self._total = name, 0, total
-        self._task = self._bars.add_task(name, total=total, figures="")
+    def stage(self, name: str, total: int, done: int = 0, unit: str = "bytes") -> None:
+        """A new bar."""
+        self._name, self._done, self._total, self._unit = name, done, total, unit
+        self._task = self._bars.add_task(name, total=total, completed=done, figures="")
 
-    def advance(self, amount: int) -> None:
-        """So much of the stage is done."""
+    def advance(self, amount: int, figures: Mapping[str, float] | None = None) -> None:
+        """Move the bar, with how far it is or with the figures of the step beside it."""
         self._done += amount
-        self._bars.update(self._task, advance=amount, description=self._name, figures=self._figures())
+        shown = self._how_far() if figures is None else _of_a_step(figures)
+        self._bars.update(self._task, completed=self._done, description=self._name, figures=shown)
 
     def detail(self, what: str, done: int, total: int) -> None:
-        """Inside the stage something takes a while."""
+        """The bar's name tells it, and a line stays when it is over."""
         self._bars.update(self._task, description=f"{self._name}: {what}, {done} of {total}")
         if done == total:
             self.say(what)
 
-    def begin(self, tokens: int, done: int) -> None:
-        """A healing run over so many tokens begins, or goes on."""
-        self._task = self._bars.add_task("heal", total=tokens, completed=done, figures="")
-
-    def step(self, record: dict[str, float]) -> None:
-        """A step of a healing run is over."""
-        figures = [f"{name} {record[name]:.4f}" for name in ("loss", "kl") if name in record]
-        figures.append(f"{record['tokens_per_second']:,.0f} tokens/s")
-        self._bars.update(self._task, completed=record["tokens"], figures=", ".join(figures))
-
-    def _figures(self) -> str:
+    def _how_far(self) -> str:
         from rich.filesize import decimal
 
-        parts = (decimal(each) if self._of_bytes else f"{each:,}" for each in (self._done, self._total))
-        return "/".join(parts)
+        return "/".join(decimal(n) if self._unit == "bytes" else f"{n:,}" for n in (self._done, self._total))
+
+
+def _of_a_step(figures: Mapping[str, float]) -> str:
+    shown = [f"{name} {figures[name]:.4f}" for name in ("loss", "kl") if name in figures]
+    return ", ".join([*shown, f"{figures['tokens_per_second']:,.0f} tokens/s"])
 
 
 @contextmanager
-def progress(hidden: bool, of_bytes: bool = True) -> Iterator[Bars]:
+def progress(hidden: bool) -> Iterator[Bars]:
     """Bars where stderr is a terminal; without one, or `hidden`, only what is said, or nothing."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -72,7 +83,7 @@ def progress(hidden: bool, of_bytes: bool = True) -> Iterator[Bars]:
     console = Console(stderr=True, width=None if terminal else _WIDTH)
     silent = hidden or not terminal
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=silent, transient=True) as bars:
-        yield Bars(bars, hidden, of_bytes)
+        yield Bars(bars, hidden)
 
 
 def print_all(tables: Iterable[Any]) -> None:

@@ -1,0 +1,139 @@
+"""Figures in nats per token: KL, loss and top-1 agreement of one model's logits against another's, by position.
+
+KL(A || B) is summed over the vocabulary and averaged over tokens, with softmaxes in fp64: near 1e-9 fp32
+alone shows differences between equal logits. `F.kl_div(reduction="mean")` divides by the vocabulary
+and is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from converter.text.windows import Windows
+
+if TYPE_CHECKING:
+    pass
+
+
+#: First positions of the buckets that figures are split by.
+_BUCKET_STARTS = (0, 1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192)
+
+
+#: Logits of one model whose fp64 distributions are held at once: 4 MB, which stays in a processor's cache.
+_CACHED = 1 << 19
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Nats per token over `tokens` predictions at the positions `first` to `last`."""
+
+    first: int
+    last: int
+    tokens: int
+    kl: float
+    source_loss: float
+    loss: float
+    agreement: float
+
+    @property
+    def loss_increase(self) -> float:
+        """Loss above the source's."""
+        return self.loss - self.source_loss
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far model B is from model A (the source)."""
+
+    total: Figures
+    buckets: tuple[Figures, ...]
+    #: Largest difference of two logits, and the largest logit of A.
+    max_difference: float
+    max_logit: float
+
+    @property
+    def relative_difference(self) -> float:
+        """Largest logit difference over the largest logit."""
+        return self.max_difference / max(self.max_logit, 1e-300)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"relative_difference": self.relative_difference}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Comparison:
+        """The inverse of `to_dict`."""
+        buckets = tuple(Figures(**each) for each in saved["buckets"])
+        return cls(Figures(**saved["total"]), buckets, saved["max_difference"], saved["max_logit"])
+
+
+class Tally:
+    """Adds up a comparison, position by position."""
+
+    def __init__(self, context: int) -> None:
+        #: Rows: count, KL, source loss, loss, top-1 agreement.
+        self.sums = torch.zeros(5, context, dtype=torch.float64)
+        self.max_difference = 0.0
+        self.max_logit = 0.0
+
+    def add(self, source: Tensor, other: Tensor, targets: Tensor, positions: Tensor) -> None:
+        """Logits (N, V) of both models for the tokens `targets` (N,) that follow `positions` (N,)."""
+        rows = max(1, _CACHED // source.shape[1])
+        for part in zip(*(each.split(rows) for each in (source, other, targets, positions)), strict=True):
+            self._add(*part)
+
+    def _add(self, source: Tensor, other: Tensor, targets: Tensor, positions: Tensor) -> None:
+        log_p, log_q = source.double().log_softmax(-1), other.double().log_softmax(-1)
+        rows = torch.stack(
+            [
+                torch.ones(len(targets), dtype=torch.float64, device=source.device),
+                (log_p.exp() * (log_p - log_q)).sum(-1),
+                -log_p.gather(1, targets[:, None])[:, 0],
+                -log_q.gather(1, targets[:, None])[:, 0],
+                (log_p.argmax(-1) == log_q.argmax(-1)).double(),
+            ]
+        )
+        self.sums.index_add_(1, positions.cpu(), rows.cpu())
+        self.max_difference = larger(self.max_difference, (source - other).abs().max())
+        self.max_logit = larger(self.max_logit, source.abs().max())
+
+    def comparison(self) -> Comparison:
+        """What was added up."""
+        context = self.sums.shape[1]
+        starts = [start for start in _BUCKET_STARTS if start < context]
+        edges = zip(starts, [*starts[1:], context], strict=True)
+        buckets = [self._figures(first, end) for first, end in edges if self.sums[0, first:end].sum() > 0]
+        return Comparison(self._figures(0, context), tuple(buckets), self.max_difference, self.max_logit)
+
+    def _figures(self, first: int, end: int) -> Figures:
+        sums = self.sums[:, first:end].sum(dim=1)
+        used = self.sums[0, first:end].nonzero()
+        count = sums[0].item()
+        kl, source_loss, loss, agreement = (sums[1:] / count).tolist()
+        last = first + int(used.max()) if len(used) else end - 1
+        return Figures(first, last, int(count), kl, source_loss, loss, agreement)
+
+
+def larger(a: float, b: Tensor) -> float:
+    """The larger of two numbers, and NaN where one of them is: `max` would lose it, and a gate would pass."""
+    return float(torch.maximum(torch.tensor(a, dtype=torch.float64), b.double().cpu()))
+
+
+def predictions(windows: Windows, batch: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Which (row, position) of a batch of windows predicts which token: three (N,) tensors."""
+    ids = torch.from_numpy(windows.ids[batch])
+    lengths = torch.from_numpy(windows.lengths[batch])
+    rows, positions = torch.nonzero(torch.arange(ids.shape[1])[None] < lengths[:, None] - 1, as_tuple=True)
+    return rows, positions, ids[rows, positions + 1]
+
+
+def batches(windows: Windows, tokens: int = 4096) -> Iterator[slice]:
+    """Slices of windows that hold about this many tokens each."""
+    count, context = windows.ids.shape
+    size = max(1, tokens // context)
+    yield from (slice(start, min(start + size, count)) for start in range(0, count, size))

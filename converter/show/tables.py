@@ -1,0 +1,343 @@
+"""Tables for the terminal, which `card` writes as Markdown, too."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from converter.blocks import LINEARS, Dropped
+
+if TYPE_CHECKING:  # `inspect` prints its tables without torch
+    from converter.conversion.plan import Plan
+    from converter.conversion.report import ConversionReport
+    from converter.healing.report import HealReport
+    from converter.measure.evaluate import Evaluation
+    from converter.measure.inspect import Inspection
+    from converter.measure.metrics import Comparison, Figures
+    from converter.measure.yardstick import Shifted
+
+
+def damage_table(report: ConversionReport) -> Table:
+    """Cumulative damage by op."""
+    table = Table(title="Damage by op, cumulative, nats per token on held-out text", title_justify="left")
+    for heading in ("after op", "kind", "KL to source", "loss", "against source", "top-1 agreement"):
+        table.add_column(heading, justify="left" if heading in ("after op", "kind") else "right")
+    first = next((step.comparison.total for step in report.steps if step.comparison), None)
+    if first is not None:
+        table.add_row("source", "", "", f"{first.source_loss:.4f}", "", "")
+    for step in report.steps:
+        kind = ("exact" if step.exact else "lossy") if step.needed else "not needed"
+        total = step.comparison.total if step.comparison else None
+        table.add_row(step_title(step.name, step.parameters), kind, *(_figure_cells(total) if total else [""] * 4))
+    return table
+
+
+def step_title(name: str, parameters: Mapping[str, Any]) -> str:
+    """The op with its parameters."""
+    inner = ", ".join(f"{key}={value}" for key, value in parameters.items())
+    return f"{name}({inner})" if inner else name
+
+
+def _figure_cells(figures: Figures) -> list[str]:
+    return [
+        f"{max(figures.kl, 0.0):.2e}" if figures.kl < 1e-3 else f"{figures.kl:.4f}",
+        f"{figures.loss:.4f}",
+        f"{figures.loss_increase:+.4f}",
+        f"{figures.agreement:.2%}",
+    ]
+
+
+def comparison_table(comparison: Comparison, title: str) -> Table:
+    """A comparison by position bucket."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("positions", "tokens", "KL to source", "loss", "against source", "top-1 agreement"):
+        table.add_column(heading, justify="right")
+    for figures in (*comparison.buckets, comparison.total):
+        span = str(figures.first) if figures.first == figures.last else f"{figures.first}-{figures.last}"
+        if figures is comparison.total:
+            table.add_section()
+            span = "all"
+        table.add_row(span, f"{figures.tokens:,}", *_figure_cells(figures))
+    return table
+
+
+def cost_table(report: ConversionReport) -> Table:
+    """Source beside result: size and speed."""
+    table = Table(title="Cost", title_justify="left")
+    table.add_column("")
+    for heading in ("source", "result", "ratio"):
+        table.add_column(heading, justify="right")
+    rows: list[tuple[str, float, float]] = [
+        (name, getattr(report.source_cost, key), getattr(report.target_cost, key))
+        for name, key in (("parameters", "parameters"), ("bytes", "bytes"), ("FLOPs per token", "flops_per_token"))
+    ]
+    if report.speed is not None:
+        rows.append(("tokens per second, here", *report.speed))
+    for name, before, after in rows:
+        table.add_row(name, f"{before:,.0f}", f"{after:,.0f}", f"{after / before:.2f}")
+    return table
+
+
+def errors_table(report: ConversionReport) -> Table:
+    """Relative errors that the ops noted, a row a layer."""
+    columns = [(f"{step.name}, {name}", values) for step in report.steps for name, values in step.errors.items()]
+    table = Table(title="Relative errors of single layers, on calibration text", title_justify="left")
+    table.add_column("layer", justify="right")
+    for heading, _ in columns:
+        table.add_column(heading, justify="right")
+    for layer, row in enumerate(zip(*(values for _, values in columns), strict=True)):
+        table.add_row(str(layer), *(f"{value:.2%}" for value in row))
+    return table
+
+
+def yardstick_table(rows: Sequence[Shifted]) -> Table:
+    """The source with shifted positions against itself."""
+    table = Table(title="Yardstick: the source with shifted positions against itself", title_justify="left")
+    for heading in ("shift", "position 0", "KL", "loss"):
+        table.add_column(heading, justify="right" if heading != "position 0" else "left")
+    for row in rows:
+        kept = "kept" if row.first_kept else "moved"
+        table.add_row(str(row.shift), kept, f"{row.figures.kl:.4f}", f"{row.figures.loss_increase:+.4f}")
+    return table
+
+
+def damage_by_position_table(report: ConversionReport) -> Table:
+    """KL to the source after each op that changes something, by position bucket."""
+    steps = [step for step in report.steps if step.comparison is not None and step.needed and not step.exact]
+    table = Table(title="KL to the source by position, cumulative", title_justify="left")
+    table.add_column("positions", justify="right")
+    for step in steps:
+        table.add_column(step.name, justify="right")
+    comparisons = [step.comparison for step in steps if step.comparison is not None]
+    for place, first in enumerate(comparisons[0].buckets if comparisons else ()):
+        span = str(first.first) if first.first == first.last else f"{first.first}-{first.last}"
+        table.add_row(span, *(_figure_cells(each.buckets[place])[0] for each in comparisons))
+    return table
+
+
+def inspection_table(found: Inspection) -> Table:
+    """The facts of a checkpoint, two columns."""
+    spec = found.spec
+    table = Table(title=str(found.path), title_justify="left", show_header=False)
+    heads = f"{spec.num_heads} heads of {spec.head_dim}"
+    if spec.num_kv_heads != spec.num_heads:
+        heads += f", {spec.num_kv_heads} key-value heads"
+    positions = spec.positions.value
+    if spec.rope is not None:
+        positions = f"RoPE, theta {spec.rope.theta:g}, {spec.rope.layout.value}"
+        positions += f", scaling {dict(spec.rope.scaling)}" if spec.rope.scaling else ""
+    mlp = f"{'gated' if spec.gated_mlp else 'plain'}, {spec.activation.value}, width {spec.intermediate_size}"
+    rows = {
+        "family": found.family,
+        "layers": str(spec.num_layers),
+        "hidden size": str(spec.hidden_size),
+        "attention": heads,
+        "MLP": f"{mlp} ({found.mlp_ratio:.2f} x hidden)",
+        "norm": f"{spec.norm.value}, {'pre' if spec.pre_norm else 'post'}, eps {spec.norm_eps:g}",
+        "positions": positions,
+        "context": str(spec.context),
+        "vocabulary": f"{spec.vocab_size}, head {'tied to the embeddings' if spec.tied_head else 'of its own'}",
+        "biases": ", ".join(part for part in LINEARS if part in spec.biases) or "none",
+        "stored as": ", ".join(f"{dtype} ({count} tensors)" for dtype, count in found.dtypes.items()),
+        "parameters": f"{found.parameters:,}",
+        "bytes": f"{found.bytes:,}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    for each in found.warnings:
+        table.add_row("[yellow]note", each)
+    return table
+
+
+def mapping_table(found: Inspection) -> Table:
+    """Which tensor becomes which role."""
+    table = Table(title="Tensors and their roles", title_justify="left")
+    for heading in ("tensor", "shape", "becomes", "how"):
+        table.add_column(heading, overflow="fold")
+    for row in found.mapping:
+        table.add_row(row.tensor, "x".join(map(str, row.shape)), row.roles, row.how)
+    for each in found.dropped:
+        table.add_row(each.name, "", "[dim]dropped", each.reason)
+    return table
+
+
+def plan_tables(plan: Plan) -> list[Table]:
+    """A dry run: the steps, and the three accounts."""
+    steps = Table(title="Plan", title_justify="left")
+    for heading in ("op", "kind"):
+        steps.add_column(heading)
+    for step in plan.steps:
+        kind = ("exact" if step.exact else "lossy") if step.needed else "not needed"
+        parameters = dict(vars(step.op))
+        steps.add_row(
+            step_title(step.op.name, parameters), kind + (", calibrated" if step.op.calibrated and step.needed else "")
+        )
+    accounts = Table(title="Accounts", title_justify="left")
+    for heading in ("account", "what", "why"):
+        accounts.add_column(heading, overflow="fold")
+    accounts.add_row("used", f"{len(plan.source.used)} tensors", "")
+    for dropped in collapse(plan.source.dropped + list(plan.dropped)):
+        accounts.add_row("dropped", dropped.name, dropped.reason)
+    ignored = {key: why for key, why in plan.source.config_accounts.items() if why != "read"}
+    for key, why in ignored.items():
+        accounts.add_row("ignored", f"config.{key}", why)
+    result = Table(title="Result", title_justify="left", show_header=False)
+    result.add_row("family", plan.target.name)
+    result.add_row("tensors", f"{len(plan.tensors)}")
+    result.add_row("parameters", f"{plan.parameters:,}")
+    result.add_row("dtype", plan.dtype)
+    result.add_row("bytes", f"{plan.output_bytes:,}")
+    result.add_row("peak memory of the weights", f"{plan.peak_bytes:,} bytes")
+    shapes = Table(title="Tensors of the result", title_justify="left")
+    for heading in ("tensor", "shape"):
+        shapes.add_column(heading)
+    last = plan.target_spec.num_layers - 1
+    for name, (shape, _) in plan.tensors.items():
+        if ".0." in name:
+            name = name.replace(".0.", f".{{0...{last}}}.", 1)
+        elif any(f".{layer}." in name for layer in range(1, last + 1)):
+            continue
+        shapes.add_row(name, "x".join(map(str, shape)))
+    return [steps, accounts, shapes, result]
+
+
+def conversion_tables(report: ConversionReport) -> list[Any]:
+    """What the terminal shows after a conversion."""
+    shown: list[Any] = [damage_table(report)]
+    if report.verification is not None:
+        title = "Source against the written files, each run by transformers, nats per token"
+        shown.append(comparison_table(report.verification, title))
+        if report.yardstick:
+            shown.append(yardstick_table(report.yardstick))
+        shown.append(cost_table(report))
+        if (drift := report.unexplained_drift) is not None:
+            shown.append(f"{drift[0].upper()}{drift[1:]}.")
+        shown.append(f"Measured on: {report.text}.")
+    elif any(step.relative_change is not None for step in report.steps):
+        shown.append(f"Exact ops passed their gates. {report.text[0].upper()}{report.text[1:]}.")
+    dropped = collapse([each for step in report.steps for each in step.dropped])
+    for each in dropped:
+        norm = f" (norm {each.norm:.4g})" if each.norm is not None else ""
+        shown.append(f"Not in the result: {each.name}{norm}: {each.reason}.")
+    return shown
+
+
+def collapse(dropped: Sequence[Dropped]) -> list[Dropped]:
+    """The same drop in every layer as one line, with the root of the summed squares of the norms."""
+    groups: dict[tuple[str, str], list[Dropped]] = {}
+    for each in dropped:
+        groups.setdefault((re.sub(r"(^|\.)\d+\.", r"\1*.", each.name), each.reason), []).append(each)
+    lines = []
+    for (pattern, reason), members in groups.items():
+        name = members[0].name if len(members) == 1 else f"{pattern} ({len(members)} times)"
+        norms = [each.norm for each in members if each.norm is not None]
+        lines.append(Dropped(name, reason, sum(norm**2 for norm in norms) ** 0.5 if norms else None))
+    return lines
+
+
+def markdown(table: Table) -> str:
+    """A rich table's cells as a Markdown table."""
+    console = Console(file=io.StringIO())
+    columns = [[str(console.render_str(str(cell))) for cell in column.cells] for column in table.columns]
+    headings = [str(column.header) for column in table.columns]
+    rules = ["---:" if column.justify == "right" else "---" for column in table.columns]
+    rows = [headings, rules, *map(list, zip(*columns, strict=True))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def evaluations_table(report: HealReport) -> Table:
+    """Held-out figures as the run went on."""
+    table = Table(title="Healing, nats per token on held-out text", title_justify="left")
+    for heading in ("step", "loss", f"KL to {report.compared_with.removeprefix('the ')}"):
+        table.add_column(heading, justify="right")
+    for each in report.evaluations:
+        table.add_row(f"{each.step}{' (kept)' if each == report.best else ''}", f"{each.loss:.4f}", _kl(each.kl))
+    return table
+
+
+def result_table(report: HealReport) -> Table:
+    """All models side by side: the source, the converted and the healed one, and the controls."""
+    tokens = f"{report.tokens / 1e6:.3g} M tokens"
+    table = Table(title=f"After {tokens}, nats per token on held-out text", title_justify="left")
+    for heading in ("model", "loss", "against source", "KL to source"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for name, loss, increase, kl in _rows(report):
+        table.add_row(name, f"{loss:.4f}", "" if increase is None else f"{increase:+.4f}", _kl(kl))
+    return table
+
+
+def _rows(report: HealReport) -> Iterator[tuple[str, float, float | None, float | None]]:
+    """Name, loss, loss above the source's, KL to the source."""
+    base = None
+    if report.before is not None and report.after is not None:
+        base = report.after.total.source_loss
+        yield "source", base, None, None
+        for name, each in (("converted", report.before.total), ("healed", report.after.total)):
+            yield name, each.loss, each.loss_increase, each.kl
+    else:
+        yield "converted", report.evaluations[0].loss, None, report.evaluations[0].kl
+        yield "healed", report.best.loss, None, report.best.kl
+    for control in report.controls:
+        best = " (best)" if control == report.control else ""
+        loss = control.best.loss
+        yield (
+            f"{control.name}, rate {control.rate:g}{best}",
+            loss,
+            None if base is None else loss - base,
+            control.best.kl,
+        )
+
+
+def _kl(kl: float | None) -> str:
+    return "" if kl is None else f"{kl:.4f}"
+
+
+def heal_tables(report: HealReport) -> list[Any]:
+    """What the terminal shows after a run."""
+    shown: list[Any] = [evaluations_table(report), result_table(report)]
+    if report.after is not None:
+        shown.append(comparison_table(report.after, "The healed model by position"))
+    if report.skipped:
+        shown.append(f"{report.skipped} steps were skipped, since their gradients were not finite.")
+    shown.append(f"Measured on: {report.text}.")
+    return shown
+
+
+def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
+    """A row for each model and context length; and loss by position, a table for each context length."""
+    total = Table(title="Held-out loss, nats per token", title_justify="left")
+    for heading in ("model", "context", "tokens", "loss", "perplexity", "bits per byte", "KL to first", "agreement"):
+        total.add_column(heading, justify="left" if heading == "model" else "right", overflow="fold")
+    for evaluation in evaluations:
+        for at in evaluation.results:
+            figures = (_cell(at.bits_per_byte, ".4f"), _cell(at.kl, ".5f"), _cell(at.agreement, ".2%"))
+            total.add_row(
+                evaluation.path, str(at.context), f"{at.tokens:,}", f"{at.loss:.4f}", f"{at.perplexity:.3f}", *figures
+            )
+    contexts = sorted({at.context for evaluation in evaluations for at in evaluation.results})
+    return [total, *(_position_table(evaluations, context) for context in contexts)]
+
+
+def _position_table(evaluations: Sequence[Evaluation], context: int) -> Table:
+    table = Table(title=f"Loss by position in a window of {context}", title_justify="left")
+    table.add_column("positions", justify="right")
+    columns = []
+    for evaluation in evaluations:
+        for at in evaluation.results:
+            if at.context == context:
+                table.add_column(evaluation.path, justify="right", overflow="fold")
+                columns.append({figures.first: figures for figures in at.buckets})
+    spans = {first: figures.last for column in columns for first, figures in column.items()}
+    for first in sorted(spans):
+        losses = (_cell(column[first].loss if first in column else None, ".4f") for column in columns)
+        table.add_row(str(first) if first == spans[first] else f"{first}-{spans[first]}", *losses)
+    return table
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
