@@ -87,10 +87,6 @@ def _norm_shapes(norm: str, hidden: int, bias: bool) -> dict[str, tuple[int, ...
 class Block(dict[str, "Tensor"]):
     """Roles of one block -> tensors, linears as (out, in). An op never changes a tensor in place."""
 
-    def but(self, **changes: Tensor) -> Block:
-        """A copy with some roles replaced, written with `_` for the dot: `but(q_weight=...)`."""
-        return Block({**self, **{key[::-1].replace("_", ".", 1)[::-1]: value for key, value in changes.items()}})
-
     def without(self, *roles: str) -> Block:
         """A copy that lacks some roles."""
         return Block({role: tensor for role, tensor in self.items() if role not in roles})

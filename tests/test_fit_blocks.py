@@ -40,7 +40,7 @@ class Damage(Op):
     def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
-        return block.but(down_weight=0.7 * block["down.weight"]) if ref.kind == "layer" else block
+        return Block({**block, "down.weight": 0.7 * block["down.weight"]}) if ref.kind == "layer" else block
 
 
 def test_fitting_takes_damage_back(tmp_path: Path) -> None:

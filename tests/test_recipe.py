@@ -203,8 +203,11 @@ def test_a_recipe_that_is_not_text(tmp_path: Path) -> None:
         load_recipe(str(tmp_path / "r.yaml"))
 
 
-def test_parsing_imports_no_torch() -> None:
+def test_listing_the_recipes_imports_no_torch() -> None:
     code = (
-        "import sys, converter.conversion.recipe as r; r.load_recipe('gpt2-to-llama'); sys.exit('torch' in sys.modules)"
+        "import sys; from converter.cli.main import main; main(['recipes', 'list'], standalone_mode=False); "
+        "sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    listed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == list(shipped_recipes())
+    assert load_recipe("gpt2-to-llama").description in listed

@@ -108,7 +108,8 @@ def test_a_broken_exact_op_is_named_with_the_first_block_that_drifts(plan):
     class Broken(type(broken.op)):
         def apply(self, block, spec, ref, notes, calibration):
             block = super().apply(block, spec, ref, notes, calibration)
-            return block.but(v_weight=block["v.weight"] * 1.5) if ref.index == 1 and ref.kind == "layer" else block
+            second = ref.index == 1 and ref.kind == "layer"
+            return Block({**block, "v.weight": block["v.weight"] * 1.5}) if second else block
 
     steps = list(plan.steps)
     steps[2] = dataclasses.replace(broken, op=Broken())

@@ -158,10 +158,12 @@ def recipes_list() -> None:
     Example:
       converter recipes list
     """
-    from converter.conversion.recipe import parse_recipe, shipped_recipes
+    import yaml
+
+    from converter.conversion.recipe import shipped_recipes
 
     for name, text in shipped_recipes().items():
-        click.echo(f"{name:24} {parse_recipe(text, name).description}")
+        click.echo(f"{name:24} {yaml.safe_load(text)['description']}")
 
 
 @recipes.command("show")

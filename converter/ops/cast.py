@@ -7,15 +7,15 @@ Underflow is counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from converter.blocks import Block, BlockRef
 from converter.errors import UnsupportedError
 from converter.ops import Calibration, Notes, Op, op
 from converter.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @op
@@ -40,8 +40,6 @@ class Cast(Op):
         return Block({role: self._cast(role, tensor, notes) for role, tensor in block.items()})
 
     def _cast(self, role: str, tensor: Tensor, notes: Notes) -> Tensor:
-        import torch
-
         dtype: torch.dtype = getattr(torch, self.dtype)
         if tensor.is_meta or tensor.dtype == dtype:
             return tensor.to(dtype)

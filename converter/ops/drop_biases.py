@@ -18,15 +18,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from converter.blocks import LINEARS, Block, BlockRef
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import RIDGE, Moments, chunks, refit_down
+from converter.reference import after_attention, run_layer, run_norm
 from converter.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _READERS = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up")}
 
@@ -86,34 +87,28 @@ class DropBiases(Op):
                     notes.drop(f"{part}.bias", "in the weights, but for this much", bias * residual)
         if "down" in dropped:
             notes.drop("down.bias", "in down.weight, as far as the neurons can stand in for it", block["down.bias"])
-        from converter.reference import run_layer
-
         before = partial(run_layer, block, spec, ref.index)
         return refit_down(after, self.change(spec), ref.index, calibration, before)
 
 
 def _move_to_v(block: Block, spec: ModelSpec, notes: Notes) -> Block:
     """o's bias as a bias of v; of heads that share a v, the columns of o are summed."""
-    import torch
-
     weight, bias = block["o.weight"], block["o.bias"]
     had = block.get("v.bias")
     had = weight.new_zeros(spec.key_value_size) if had is None else had
     if weight.is_meta:
-        return block.but(v_bias=had)
+        return Block({**block, "v.bias": had})
     shared = spec.num_heads // spec.num_kv_heads
     columns = weight.double().view(-1, spec.num_kv_heads, shared, spec.head_dim).sum(dim=2).flatten(1)
     gram = columns @ columns.T
     gram.diagonal().add_(RIDGE * float(gram.diagonal().mean()) + 1e-300)
     shift = columns.T @ torch.linalg.solve(gram, bias.double())
     notes.drop("o.bias", "in v, but for this much", bias.double() - columns @ shift)
-    return block.but(v_bias=(had.double() + shift).to(had.dtype))
+    return Block({**block, "v.bias": (had.double() + shift).to(had.dtype)})
 
 
 def _constant(norm: str, block: Block, spec: ModelSpec, layer: int, calibration: Calibration) -> tuple[Tensor, float]:
     """v (D,) in fp64 with v.n near 1 for the normed states n of a layer, and the root mean square of v.n - 1."""
-    from converter.reference import after_attention, run_norm
-
     moments = Moments()
     for rows in chunks(calibration):
         states = calibration.inputs(rows)

@@ -32,15 +32,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from converter.blocks import Block, BlockRef
 from converter.ops import Calibration, Notes, Op, op
+from converter.reference import run_layer
 from converter.spec import ModelSpec
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 #: Steps over which the rate rises: Adam's second moments mean nothing before.
 _WARMUP = 10
@@ -93,8 +92,6 @@ class FitBlocks(Op):
     def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
-        import torch
-
         if ref.kind != "layer" or calibration is None or self.steps == 0:
             return block
         before = notes.errors["before"] = _error(block, spec, ref.index, calibration)
@@ -116,8 +113,6 @@ class FitBlocks(Op):
         self, parameters: dict[str, Tensor], spec: ModelSpec, layer: int, calibration: Calibration, steps: int
     ) -> Iterator[float]:
         """Change the parameters in place; yields the loss of each step."""
-        import torch
-
         groups = [
             {"params": [tensor], "scale": _rate_scale(role, calibration.stream_scale)}
             for role, tensor in parameters.items()
@@ -155,8 +150,6 @@ def _rate_scale(role: str, stream_scale: float) -> float:
 
 def _reading(spec: ModelSpec, layer: int, calibration: Calibration) -> Tensor | None:
     """R (D, D) of what reads a layer of a post-LN source; None stands for 1."""
-    import torch
-
     if not calibration.moved_norms or layer == spec.num_layers - 1:
         return None
     reader = calibration.source_block(BlockRef("layer", layer + 1))
@@ -170,14 +163,10 @@ class _Metric:
     """(R^-1 + S / s)^-1 for one R and any S (D, D), s being the mean of RS's diagonal."""
 
     def __init__(self, reading: Tensor | None) -> None:
-        import torch
-
         self._reading = reading
         self._unread = None if reading is None else torch.linalg.inv(reading)
 
     def __call__(self, covariance: Tensor) -> Tensor:
-        import torch
-
         if self._reading is None or self._unread is None:
             unread, scale = torch.eye(len(covariance)).to(covariance), covariance.diagonal().mean()
         else:
@@ -193,8 +182,6 @@ def _schedule(step: int, steps: int) -> float:
 
 def _selections(count: int, sequences: int, steps: int, seed: int, layer: int) -> Iterator[torch.Tensor]:
     """Window numbers of each step: all windows in a random order, then again in another one."""
-    import torch
-
     generator = torch.Generator().manual_seed(1_000_003 * seed + layer)
     order = torch.empty(0, dtype=torch.long)
     sequences = min(sequences, count)
@@ -214,8 +201,6 @@ def _errors(
     roles: dict[str, Tensor] | Block, spec: ModelSpec, layer: int, calibration: Calibration, rows: Tensor
 ) -> Tensor:
     """(f(x) - y) / |y| of every token of some windows, (N, D)."""
-    from converter.reference import run_layer
-
     inside = calibration.mask(rows)
     targets = calibration.targets(rows)[inside]
     outputs = calibration.as_read(run_layer(roles, spec, layer, calibration.inputs(rows)))[inside]
@@ -225,8 +210,6 @@ def _errors(
 
 def _error(block: Block, spec: ModelSpec, layer: int, calibration: Calibration) -> float:
     """The root of the mean of |e|^2, over some tokens spread over the text."""
-    import torch
-
     windows = max(1, min(calibration.count, _MEASURED // calibration.length))
     rows = torch.arange(windows) * calibration.count // windows
     parts = rows.split(_micro_batch(calibration))

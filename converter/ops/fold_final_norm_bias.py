@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from converter.blocks import HEAD, Block, BlockRef
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.post_ln_to_pre_ln import last_norm
+from converter.reference import run_final_norm, run_layer
 from converter.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: States that the fit looks at; more change the result less than the ridge does.
 _STATES = 32768
@@ -94,10 +94,6 @@ class FoldFinalNormBias(Op):
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration
     ) -> Block:
         """The last layer with c in the bias of `down`; with as much of it as makes the KL smallest."""
-        import torch
-
-        from converter.reference import run_layer
-
         states = torch.cat(
             [
                 run_layer(block, spec, ref.index, calibration.inputs(rows))[calibration.mask(rows)]
@@ -115,28 +111,21 @@ class FoldFinalNormBias(Op):
         best = shifts[costs.index(min(costs))]
         notes.facts[_SHIFT] = best
         bias = block["down.bias"]
-        return block.but(down_bias=bias + (best * _direction(head_block)).to(bias.dtype))
+        return Block({**block, "down.bias": bias + (best * _direction(head_block)).to(bias.dtype)})
 
     def _fold(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration) -> Block:
         """The head with what the shifted stream does not give it."""
-        import torch
-
         states = torch.cat(list(calibration.batches()))
         states = states[:: max(1, len(states) // _STATES)]
         shift = notes.earlier.get(_SHIFT, 0.0)
         original = states - (shift * _direction(block)).to(states.dtype)
         v, notes.facts["KL of the fold"] = self._fit(block, spec, original, shift)
         head = block["head.weight"]
-        return block.without("final_norm.bias").but(
-            head_weight=torch.addr(head, _logits_of_bias(block), v.to(head.dtype))
-        )
+        folded = torch.addr(head, _logits_of_bias(block), v.to(head.dtype))
+        return Block({**block.without("final_norm.bias"), "head.weight": folded})
 
     def _fit(self, head_block: Block, spec: ModelSpec, original: Tensor, shift: float) -> tuple[Tensor, float]:
         """v (D,) in fp64 for states (N, D) that are to be shifted, and the mean KL, nats per token, that is left."""
-        import torch
-
-        from converter.reference import run_final_norm
-
         bias, head = head_block["final_norm.bias"], head_block["head.weight"]
         r = _logits_of_bias(head_block)
         plain, after = head_block.without("final_norm.bias"), spec.replace(final_norm_bias=False)
@@ -159,8 +148,6 @@ class FoldFinalNormBias(Op):
     @staticmethod
     def _moments(states: Tensor, wanted: Tensor, head: Tensor, r: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Slope E_q[r] - E_p[r], curvature Var_q[r] and the KL itself of each state, all (N,)."""
-        import torch
-
         slopes, curvatures, kls = [], [], []
         for start in range(0, len(states), _CHUNK):
             part = slice(start, start + _CHUNK)
@@ -177,16 +164,12 @@ class FoldFinalNormBias(Op):
 
 def _logits_of_bias(head_block: Block) -> Tensor:
     """W b (V,), summed in fp64, a few rows at a time."""
-    import torch
-
     bias = head_block["final_norm.bias"].double()
     return torch.cat([(rows.double() @ bias).to(rows.dtype) for rows in head_block["head.weight"].split(_ROWS)])
 
 
 def _direction(head_block: Block) -> Tensor:
     """C (b/g) in fp64, the direction of c; a gain of zero lets nothing through, so nothing is put there."""
-    import torch
-
     gain, bias = head_block["final_norm.weight"].double(), head_block["final_norm.bias"].double()
     quotient = torch.where(gain.abs() > _SMALL_GAIN * gain.abs().max(), bias / gain, torch.zeros_like(gain))
     return quotient - quotient.mean()

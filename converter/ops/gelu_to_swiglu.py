@@ -19,16 +19,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from converter.blocks import Block, BlockRef
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import chunks, refit_down
 from converter.ops.swiglu_fits import EXACT, FITS
+from converter.reference import activate, after_attention, run_layer, run_norm
 from converter.spec import Activation, ModelSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Slopes a that a neuron may take for K = 1 with `refit`; one for all is 1.74 for the GELUs and 64 for ReLU. But `up`
 #: is 1/a, and steps of a fit that are small beside 1/4 are large beside 1/64 (docs/conversion.md, "ReLU").
@@ -82,7 +83,6 @@ class GeluToSwiglu(Op):
     def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
-
         if ref.kind != "layer":
             return block
         fit = FITS[spec.activation, self.units]
@@ -97,13 +97,8 @@ class GeluToSwiglu(Op):
 
         gate_weight, gate_bias = rows("a", "s")
         up_weight, up_bias = rows("e", "c")
-        result = block.but(
-            gate_weight=gate_weight,
-            gate_bias=gate_bias,
-            up_weight=up_weight,
-            up_bias=up_bias,
-            down_weight=_joined([block["down.weight"]] * len(fit), dim=1),
-        )
+        gated = {"gate.weight": gate_weight, "gate.bias": gate_bias, "up.weight": up_weight, "up.bias": up_bias}
+        result = Block({**block, **gated, "down.weight": _joined([block["down.weight"]] * len(fit), dim=1)})
         if calibration is None or self.exact(spec):
             return result
         if self.units == 1:
@@ -113,16 +108,12 @@ class GeluToSwiglu(Op):
             result["gate.weight"] = gate_weight * slopes[:, None]
             result["gate.bias"] = gate_bias * slopes
             result["up.bias"] = up_bias / slopes
-        from converter.reference import run_layer
-
         before = partial(run_layer, block, spec, ref.index)
         return refit_down(result, self.change(spec), ref.index, calibration, before)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
     """Concatenated; a single part as it is, with no copy."""
-    import torch
-
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
@@ -133,10 +124,6 @@ def _slopes(
 
     The error is the root of E|f(z) - silu(a z)/a|^2 / E|f(z)|^2.
     """
-    import torch
-
-    from converter.reference import activate, after_attention, run_norm
-
     width = spec.intermediate_size
     along, square = (block["up.weight"].new_zeros(len(ladder), width) for _ in range(2))
     energy = block["up.weight"].new_zeros(width)

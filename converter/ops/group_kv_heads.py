@@ -22,15 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from converter.blocks import Block, BlockRef
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import Moments, chunks, refit
+from converter.reference import attention_input, run_attention, run_heads, run_linear
 from converter.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @op
@@ -96,8 +96,6 @@ def share(covariance: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Tenso
     `covariance` (g d, g d) is that of the heads' rows side by side, and an error e of head h costs
     e^T importance_h e, (g, d, d).
     """
-    import torch
-
     size = importance.shape[-1]
     root = torch.block_diag(*map(_root, importance))
     values, vectors = torch.linalg.eigh(root @ covariance @ root)
@@ -114,8 +112,6 @@ def share(covariance: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def _root(form: Tensor) -> Tensor:
     """The symmetric root of a matrix that has no negative eigenvalues but by rounding."""
-    import torch
-
     values, vectors = torch.linalg.eigh(form)
     root: Tensor = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
     return root
@@ -123,10 +119,6 @@ def _root(form: Tensor) -> Tensor:
 
 def _pools(block: Block, spec: ModelSpec, groups: int, calibration: Calibration, notes: Notes) -> dict[str, Pool]:
     """How the keys and the values of a layer are shared, in fp64."""
-    import torch
-
-    from converter.reference import attention_input, run_linear
-
     moments = {part: Moments() for part in ("q", "k", "v")}
     for rows in chunks(calibration):
         read = attention_input(block, spec, calibration.inputs(rows))[calibration.mask(rows)]
@@ -159,8 +151,6 @@ def _blocks(matrix: Tensor, count: int) -> Tensor:
 
 def _grouped(block: Block, spec: ModelSpec, pools: dict[str, Pool]) -> Block:
     """The layer with its key-value heads pooled, and q and o in the bases of the pools."""
-    import torch
-
     result = Block(block)
     for role, tensor in block.items():
         part = role.split(".")[0]
@@ -186,8 +176,6 @@ def _attention(
     grouped: Block, after: ModelSpec, block: Block, spec: ModelSpec, layer: int, calibration: Calibration
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What o reads now (N, H d), and what it gave before (N, D)."""
-    from converter.reference import attention_input, run_attention, run_heads
-
     for rows in chunks(calibration):
         read, inside = attention_input(block, spec, calibration.inputs(rows)), calibration.mask(rows)
         yield run_heads(grouped, after, layer, read)[inside], run_attention(block, spec, layer, read)[inside]

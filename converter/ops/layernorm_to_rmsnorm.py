@@ -12,14 +12,13 @@ The idea is in Ashkboos et al. 2024 (SliceGPT, section 3.1); the folds are compu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from converter.blocks import Block, BlockRef
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.spec import ModelSpec, Norm
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Rows that are taken to fp64 at once: few enough to stay in the cache, and no large matrix needs a copy.
 _ROWS = 256
@@ -78,8 +77,6 @@ class LayerNormToRMSNorm(Op):
 
 def centre_rows(table: Tensor) -> Tensor:
     """Each row of (N, D) less its mean, which is computed in fp64."""
-    import torch
-
     centred = table.new_empty(table.shape)
     if table.is_meta:
         return centred
@@ -92,8 +89,6 @@ def centre_rows(table: Tensor) -> Tensor:
 
 def fold_bias(weight: Tensor, shift: Tensor, bias: Tensor | None) -> Tensor:
     """The bias that makes W n + bias' = W (n + shift) + bias, computed in fp64."""
-    import torch
-
     if weight.is_meta:
         return weight.new_empty(weight.shape[0])
     precise = shift.double()

@@ -13,8 +13,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from converter.blocks import Block, BlockRef
 from converter.ops import Calibration, Notes, Op, op, require
+from converter.reference import position_table
 from converter.spec import ModelSpec, Positions, RopeLayout, RopeSpec
 
 
@@ -52,13 +55,11 @@ class LearnedPositionsToRope(Op):
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
         if ref.kind == "embeddings":
-            from converter.reference import position_table
-
             embed, positions = block["embed.weight"], position_table(block, spec).double()
             mean = positions.mean(dim=0)
             notes.drop("positions.weight", "positions beyond their mean, which is in embed.weight", positions - mean)
-            return block.without("positions.weight").but(embed_weight=embed + mean.to(embed.dtype))
+            return Block({**block.without("positions.weight"), "embed.weight": embed + mean.to(embed.dtype)})
         if ref.kind == "layer" and "k.bias" in block:
             notes.drop("k.bias", "does nothing before RoPE and would be noise after it; zeros", block["k.bias"])
-            return block.but(k_bias=block["k.bias"].new_zeros(block["k.bias"].shape))
+            return Block({**block, "k.bias": torch.zeros_like(block["k.bias"])})
         return block

@@ -7,15 +7,14 @@ ridge, relative to the mean of the Gram matrix's diagonal.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from converter.blocks import Block
 from converter.ops import Calibration
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from converter.spec import ModelSpec
+from converter.reference import after_attention, run_linear, run_neurons, run_norm
+from converter.spec import ModelSpec
 
 #: Tokens that a fit looks at; more change it less than the ridge does.
 TOKENS = 32768
@@ -27,8 +26,6 @@ _CHUNK = 2048
 
 def chunks(calibration: Calibration, tokens: int = TOKENS) -> Iterator[Tensor]:
     """Window numbers, a few at a time, spread evenly over the text."""
-    import torch
-
     count = max(1, min(calibration.count, tokens // calibration.length))
     rows = torch.arange(count) * calibration.count // count
     yield from rows.split(max(1, _CHUNK // calibration.length))
@@ -67,8 +64,6 @@ class Moments:
 
     def solve(self) -> Tensor:
         """W (M, D) with W x nearest to y. It consumes the moments: a Gram matrix of neurons is as large as a layer."""
-        import torch
-
         assert self.gram is not None
         assert self.cross is not None
         gram, cross = self.gram.div_(self.count), self.cross.div_(self.count)
@@ -86,8 +81,6 @@ def refit(block: Block, linear: str, pairs: Iterable[tuple[Tensor, Tensor]]) -> 
 
     What is fitted is the change of the linear, so that the ridge draws to it as it is.
     """
-    from converter.reference import run_linear
-
     moments, weight, bias = Moments(), block[f"{linear}.weight"], block.get(f"{linear}.bias")
     for inputs, outputs in pairs:
         missing = outputs - run_linear(block, linear, inputs)
@@ -103,7 +96,6 @@ def refit_down(
     block: Block, spec: ModelSpec, layer: int, calibration: Calibration, wanted: Callable[[Tensor], Tensor]
 ) -> Block:
     """`block` with `down` refitted, so that the layer makes of states what is `wanted`."""
-    from converter.reference import after_attention, run_neurons, run_norm
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         for rows in chunks(calibration):
@@ -117,6 +109,4 @@ def refit_down(
 
 
 def _with_ones(rows: Tensor) -> Tensor:
-    import torch
-
     return torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from converter.blocks import Block, BlockRef
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import RIDGE, Moments, chunks
+from converter.reference import after_attention, run_neurons, run_norm
 from converter.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Rounds in which neurons are taken away; between them `down` is refitted and the rest judged anew.
 _ROUNDS = 16
@@ -63,8 +63,6 @@ class NarrowMLP(Op):
     def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
-        import torch
-
         if ref.kind != "layer" or not self.needed(spec):
             return block
         width = self._width(spec)
@@ -92,8 +90,6 @@ def choose(gram: Tensor, down: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
     `gram` (H, H) holds the activations' second moments.
     """
-    import torch
-
     cross = down @ gram
     kept = torch.arange(len(gram), device=gram.device)
     per_round = math.ceil((len(gram) - width) / _ROUNDS)
@@ -118,8 +114,6 @@ def _moments(
     block: Block, spec: ModelSpec, layer: int, calibration: Calibration, about_mean: bool
 ) -> tuple[Tensor, Tensor]:
     """Mean (H,) and second moments (H, H) of the neurons' activations; the mean is zero unless `about_mean`."""
-    from converter.reference import after_attention, run_neurons, run_norm
-
     moments = Moments()
     for rows in chunks(calibration):
         states = after_attention(block, spec, layer, calibration.inputs(rows))

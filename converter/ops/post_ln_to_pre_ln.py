@@ -34,15 +34,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from converter.blocks import EMBEDDINGS, Block, BlockRef, block_shapes
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import chunks, refit_down
+from converter.reference import after_attention, after_mlp, position_table, run_mlp, run_norm
 from converter.spec import ModelSpec, Norm, Positions
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Tokens that factors and errors are taken over; both are single numbers a layer.
 _TOKENS = 8192
@@ -101,8 +101,6 @@ class PostLNToPreLN(Op):
 
 def _scaled_embeddings(block: Block, spec: ModelSpec, scale: float) -> Block:
     """The embeddings times `scale`, without their norm; positions of sines become a table."""
-    from converter.reference import position_table
-
     tables = {"embed.weight": block["embed.weight"]}
     if spec.absolute_positions:
         tables["positions.weight"] = position_table(block, spec)
@@ -111,8 +109,6 @@ def _scaled_embeddings(block: Block, spec: ModelSpec, scale: float) -> Block:
 
 def _stream_scale(calibration: Calibration) -> float:
     """The power of two that brings the source's token embeddings nearest to a rms of 1."""
-    import torch
-
     table = calibration.source_block(EMBEDDINGS)["embed.weight"]
     rms = float(torch.linalg.vector_norm(table, dtype=torch.float64)) / math.sqrt(table.numel())
     return 2.0 ** -round(math.log2(rms)) if rms > 0 and math.isfinite(rms) else 1.0
@@ -164,8 +160,6 @@ class _Layer:
 
     def _least_norm(self) -> dict[str, Tensor]:
         """The norm that changes bare embeddings least: their mean rms and their mean."""
-        import torch
-
         states = torch.cat(list(self._streams("attn_norm"))) / self.embedded
         means = states.mean(dim=-1) if self.spec.norm is Norm.LAYERNORM else states.new_zeros(len(states))
         rms = (states - means[:, None]).square().mean(dim=-1).sqrt()
@@ -175,10 +169,6 @@ class _Layer:
 
     def scale(self, norm: str, writer: str) -> None:
         """Give a writer its factor c, and its bias what the norm before it adds."""
-        import torch
-
-        from converter.reference import run_norm
-
         gain, along, square = self.result[f"{norm}.weight"], 0.0, 0.0
         for states in self._streams(norm):
             normed = run_norm({f"{norm}.weight": torch.ones_like(gain)}, norm, self.after, states)
@@ -193,8 +183,6 @@ class _Layer:
 
     def _streams(self, norm: str) -> Iterator[Tensor]:
         """States (N, D) that a norm of the result reads."""
-        from converter.reference import after_attention
-
         for rows in chunks(self.calibration, _TOKENS):
             states = self.calibration.inputs(rows)
             if norm == "mlp_norm":
@@ -203,23 +191,15 @@ class _Layer:
 
     def given(self, states: Tensor) -> Tensor:
         """What the source's layer is given where the stream has these states."""
-        from converter.reference import run_norm
-
         return states / self.embedded if self.bare else run_norm(self.result, "attn_norm", self.after, states)
 
     def wanted(self, states: Tensor) -> Tensor:
         """c y', what the stream should be behind the layer."""
-        from converter.reference import after_attention, run_mlp
-
         middle = after_attention(self.source, self.spec, self.index, self.given(states))
         return self.factor * (self.spec.residual_scale * middle + run_mlp(self.source, self.spec, middle))
 
     def errors(self) -> dict[str, float]:
         """|e| / |y|, root mean square over tokens, of what is read at each norm in the place of y."""
-        import torch
-
-        from converter.reference import after_attention, after_mlp, run_norm
-
         found: dict[str, list[Tensor]] = {}
         for rows in chunks(self.calibration, _TOKENS):
             states, inside = self.calibration.inputs(rows), self.calibration.mask(rows)
