@@ -19,7 +19,6 @@ import torch
 from converter import reference as model
 from converter.blocks import Block, BlockRef, block_shapes, blocks
 from converter.families.opened import SourceModel
-from converter.files.tokenizer import load_tokenizer
 from converter.spec import Activation, ModelSpec, Norm, Positions
 from converter.text.stdlib import held_out_documents
 from converter.text.windows import Windows, documents_from_strings, windows
@@ -57,9 +56,9 @@ def relative_gradients(path: Path, text: Windows) -> tuple[list[float], float]:
 
 def held_out_windows(path: Path) -> Windows:
     """Held-out modules in a checkpoint's tokens."""
-    source, tokenizer = SourceModel.open(path), load_tokenizer(path)
-    assert tokenizer is not None, "the checkpoint has no tokenizer"
-    documents = documents_from_strings(held_out_documents(), tokenizer, source.token_ids()["bos_token_id"])
+    source = SourceModel.open(path)
+    assert source.tokenizer is not None, "the checkpoint has no tokenizer"
+    documents = documents_from_strings(held_out_documents(), source.tokenizer, source.opening)
     return windows(documents, source.spec.context, _TOKENS)
 
 

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 
 from converter import reference as model
 from converter.blocks import BlockRef, block_shapes, blocks
+from converter.layout import other_layout, swap_rows
 from converter.rope.columns import Columns
 from converter.rope.detect import COLUMNS, Detection, detect_layers
-from converter.rope.layout import other_layout, swap_rows
 from converter.spec import Activation, ModelSpec, Norm, Positions, RopeLayout, RopeSpec
 from converter.text.stdlib import training_documents
 

@@ -22,8 +22,8 @@ from converter import Fault, check
 from converter.cli.main import main
 from converter.errors import CheckpointError
 from converter.families.opened import SourceModel
+from converter.files import weights
 from converter.files.checkpoint import Checkpoint
-from converter.measure import weights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -315,6 +315,23 @@ def test_absent_special_tokens_are_those_of_generation_config_or_of_the_class(
     assert list(SourceModel.open(folder).token_ids().values()) == [1, 2, None]
 
 
+@pytest.mark.parametrize(
+    ("bos", "eos", "opening"), [(60, 3, 60), (None, 3, 3), (None, [7, 3], 7), ([4, 5], 3, 4), (None, None, None)]
+)
+def test_bos_opens_a_document_and_eos_where_there_is_no_bos(bos, eos, opening, gpt2, tmp_path: Path) -> None:
+    source = SourceModel.open(models.save(gpt2, tmp_path, bos_token_id=bos, eos_token_id=eos))
+    assert source.opening == opening
+
+
+def test_the_tokenizer_is_loaded_once_and_late(gpt2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Path] = []
+    monkeypatch.setattr("converter.families.opened.load_tokenizer", lambda folder: loaded.append(folder))
+    source = SourceModel.open(models.save(gpt2, tmp_path))
+    assert loaded == []
+    assert source.tokenizer is source.tokenizer is None
+    assert loaded == [tmp_path]
+
+
 # Buffers
 
 

@@ -21,11 +21,11 @@ from converter.conversion.run import convert, plan_conversion
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families.llama_meta import feed_forward_size
 from converter.families.opened import SourceModel
+from converter.families.scaling import scaling_of
 from converter.files.llama_meta import write_shards
+from converter.layout import swap_rows
 from converter.measure.models import load_any, load_plain
 from converter.ops.cut_for_ranks import CutForRanks
-from converter.rope.layout import swap_rows
-from converter.rope.scaling import scaling_of
 from converter.rope.swap import swap
 from converter.spec import RopeLayout
 

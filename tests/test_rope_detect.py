@@ -19,9 +19,9 @@ from torch import Tensor
 from converter.cli.main import main
 from converter.errors import ConverterError
 from converter.families.opened import SourceModel
+from converter.layout import swap_rows
 from converter.rope.detect import LEAST_SCORE, Detection, detect, detect_layers
 from converter.rope.hypotheses import hypotheses
-from converter.rope.layout import swap_rows
 from converter.rope.swap import swap
 from converter.spec import ModelSpec, RopeLayout
 

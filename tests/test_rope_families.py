@@ -19,8 +19,8 @@ from converter.conversion.recipe import Recipe
 from converter.conversion.run import plan_conversion
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
+from converter.layout import other_layout
 from converter.measure.models import load_transformers
-from converter.rope.layout import other_layout
 from converter.spec import QKNorm, RopeLayout
 
 LLAMA_LIKE = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from converter.errors import CheckpointError
-from converter.rope.layout import head_order, other_layout, row_order, swap_rows
+from converter.layout import head_order, other_layout, row_order, swap_rows
 from converter.spec import RopeLayout
 
 INTERLEAVED, HALF_SPLIT = RopeLayout.INTERLEAVED, RopeLayout.HALF_SPLIT

@@ -13,8 +13,8 @@ from converter.errors import CheckpointError, UnsupportedError, did_you_mean
 from converter.families import Family, family
 from converter.families.config import ConfigReader
 from converter.families.mapping import Direct, Drop, TensorMapping
+from converter.families.scaling import scaling_of
 from converter.files.gguf import DIVISORS
-from converter.rope.scaling import scaling_of
 from converter.spec import Activation, ModelSpec, Norm, Positions, QKNorm, RopeLayout, RopeSpec
 
 #: Architecture -> layout, linears that carry biases, norms on q and k.

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,22 @@ from converter.families.config import TOKEN_IDS, ConfigReader
 from converter.files.checkpoint import Checkpoint
 from converter.files.hub import local_path
 from converter.files.record import read_stamp
+from converter.files.tokenizer import load_tokenizer
 from converter.spec import ModelSpec, RopeLayout
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerFast
 
     from converter.blocks import Block
+
+
+def opening_of(token_ids: Mapping[str, Any]) -> int | None:
+    """The token that opens a document, among the special tokens of a model."""
+    bos, eos = token_ids["bos_token_id"], token_ids["eos_token_id"]
+    opening = eos if bos is None else bos
+    first = next(iter(opening), None) if isinstance(opening, (list, tuple)) else opening
+    return first if isinstance(first, int) else None
 
 
 class SourceModel:
@@ -68,6 +79,16 @@ class SourceModel:
         """Trained parameters, a tied head counted once."""
         return sum(math.prod(self.checkpoint.tensors[self.names[name]].shape) for name in self.used)
 
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast | None:
+        """The tokenizer beside the weights, loaded when it is first asked for; None where there is none."""
+        return load_tokenizer(self.checkpoint.path)
+
+    @property
+    def opening(self) -> int | None:
+        """The token that opens a document: bos, or eos (of several the first) where there is no bos, as in GPT-2."""
+        return opening_of(self.token_ids())
+
     def token_ids(self) -> dict[str, Any]:
         """bos, eos and pad as the source means them: its config, its generation config, its class's defaults.
 
@@ -104,7 +125,7 @@ class SourceModel:
         return roles
 
     def _read(self, bare: str) -> torch.Tensor:
-        from converter.measure.weights import count_non_finite
+        from converter.files.weights import count_non_finite
 
         tensor = self.checkpoint.read(self.names[bare])
         if not (tensor.is_floating_point() and tensor.itemsize > 1):

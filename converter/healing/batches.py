@@ -20,6 +20,7 @@ from torch import Tensor
 
 from converter.errors import ConverterError
 from converter.text.documents import Corpus
+from converter.text.windows import Windows
 
 #: The target of a token that has none.
 IGNORE = -100
@@ -177,3 +178,18 @@ class Batches:
         goes_on = inside[:, 1:] & (positions[:, 1:] > 0)
         targets[:, :-1][goes_on] = ids[:, 1:][goes_on]
         return Sequences(*(torch.from_numpy(a.astype(np.int64)) for a in (ids, pieces, positions, targets)))
+
+
+def sequences_of(held_out: Windows, ranks: int) -> Sequences:
+    """Windows as sequences of one document each, with rows of padding up to a multiple of the ranks."""
+    rows, context = held_out.ids.shape
+    padded = -(-rows // ranks) * ranks
+    ids = torch.zeros(padded, context, dtype=torch.int64)
+    ids[:rows] = torch.from_numpy(held_out.ids)
+    lengths = torch.zeros(padded, 1, dtype=torch.int64)
+    lengths[:rows, 0] = torch.from_numpy(held_out.lengths)
+    positions = torch.arange(context).expand(padded, context)
+    inside, followed = positions < lengths, positions < lengths - 1
+    targets = torch.full_like(ids, IGNORE)
+    targets[:, :-1][followed[:, :-1]] = ids[:, 1:][followed[:, :-1]]
+    return Sequences(ids, inside.long() - 1, positions * inside, targets)

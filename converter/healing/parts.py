@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from converter.families.opened import SourceModel
-from converter.healing.batches import Batches, Sequences
+from converter.healing.batches import Batches, Sequences, sequences_of
 from converter.healing.loop import Loop
 from converter.healing.losses import LossWeights
 from converter.healing.optimizer import adamw, parameter_groups
@@ -26,7 +26,7 @@ from converter.healing.trainee import Trainee
 from converter.healing.zero import zero_trainee
 from converter.measure.models import load_transformers
 from converter.spec import Norm
-from converter.text.gather_heal import HealTexts, sequences_of
+from converter.text.gather_heal import HealTexts
 from converter.text.windows import windows
 
 if TYPE_CHECKING:

@@ -100,7 +100,7 @@ def _tokenizer(folder: Path, rows: int | None, full: bool) -> Iterator[Fault]:
 
 
 def _look_inside(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Fault]:
-    from converter.measure.weights import count_dead_rows, count_non_finite
+    from converter.files.weights import count_dead_rows, count_non_finite
 
     tensor = checkpoint.read(info.name)
     if not (tensor.is_floating_point() or tensor.is_complex()):

@@ -15,7 +15,7 @@ from converter.blocks import EMBEDDINGS, HEAD, BlockRef, blocks
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families import Family, TargetFamily, get_family
 from converter.families.opened import SourceModel
-from converter.rope.moves import stored_orders
+from converter.families.rotating import stored_orders
 from converter.text.windows import Windows
 
 if TYPE_CHECKING:

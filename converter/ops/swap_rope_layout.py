@@ -1,7 +1,7 @@
 """RoPE in the other layout: the rows of q and k change places, and so does the rule that pairs them. Exact.
 
 Everything that has head rows moves with them: weights, biases and norms of q and k, q's by the query
-heads and k's by the key-value heads. `converter.rope.layout` has the order.
+heads and k's by the key-value heads. `converter.layout` has the order.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from converter.blocks import Block, BlockRef
+from converter.layout import head_counts, swap_rows
 from converter.ops import Calibration, Notes, Op, op, require
-from converter.rope.layout import head_counts, swap_rows
 from converter.spec import ModelSpec, RopeLayout
 
 

@@ -15,12 +15,13 @@ from typing import Any
 
 from converter.errors import CheckpointError, ConverterError, UnsupportedError, raise_fault
 from converter.families.opened import SourceModel
+from converter.families.rotating import stored_orders
 from converter.files.container import read_json
 from converter.files.output import OutputFolder, disk_errors
 from converter.files.record import STAMP, read_stamp
 from converter.files.safetensors import SafetensorsFile
-from converter.rope.layout import Rows
-from converter.rope.moves import Move, stored_orders
+from converter.layout import Rows
+from converter.rope.moves import Move
 from converter.rope.settle import declared_voices, settle, stamped
 from converter.rope.swap import Say, SwapReport, copy_with_moves, look, open_source
 from converter.spec import RopeLayout

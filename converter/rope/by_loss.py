@@ -11,10 +11,9 @@ import torch
 from converter import reference
 from converter.blocks import EMBEDDINGS, HEAD, BlockRef
 from converter.families.opened import SourceModel
-from converter.files.tokenizer import load_tokenizer
+from converter.layout import other_layout
 from converter.measure.metrics import batches, predictions
 from converter.rope.detect import Detection, detect_source
-from converter.rope.layout import other_layout
 from converter.spec import RopeLayout
 from converter.text.windows import Windows, read_documents, windows
 
@@ -44,14 +43,7 @@ def detect_by_loss(source: SourceModel, text: Windows) -> Detection:
 
 def text_windows(source: SourceModel, text: Path, tokens: int = 8192) -> Windows:
     """Windows of a text, as long as the model allows, up to 512 tokens: a wrong layout shows late in a window."""
-    ids = source.token_ids()
-    opening = ids["bos_token_id"] if ids["bos_token_id"] is not None else ids["eos_token_id"]
-    documents = read_documents(
-        [text],
-        load_tokenizer(source.checkpoint.path),
-        vocab_size=source.spec.vocab_size,
-        end_of_text=opening if isinstance(opening, int) else None,
-    )
+    documents = read_documents([text], source.tokenizer, vocab_size=source.spec.vocab_size, end_of_text=source.opening)
     return windows(documents, min(source.spec.context, 512), tokens)
 
 

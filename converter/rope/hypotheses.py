@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from converter.rope.layout import Rows, head_order
+from converter.layout import Rows, head_order
 from converter.spec import ModelSpec, RopeLayout
 
 

@@ -1,8 +1,7 @@
 """Which rows of which stored tensors change places in a swap, byte by byte.
 
-A stored tensor may hold q, k and more (fused qkv), so its order is found by sending the numbers of its
-rows through the family's mapping. Rows never leave their unit (a head, or a head's q, k and v), so a tensor is
-moved a few megabytes at a time, whatever its size, and no tensor library is needed for it.
+Rows never leave their unit (a head, or a head's q, k and v), so a tensor is moved a few megabytes at a time,
+whatever its size, and no tensor library is needed for it.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from converter.blocks import BlockRef
 from converter.errors import UnsupportedError
-from converter.families.mapping import Direct, TensorMapping
 from converter.families.opened import SourceModel
+from converter.families.rotating import stored_orders
 from converter.files.checkpoint import Checkpoint
 from converter.files.direct_io import PIECE, Bytes, NewFile, mapped, write_at
-from converter.rope.layout import Rows, check_rows, head_counts, row_order
-from converter.spec import ModelSpec, RopeLayout
+from converter.layout import Rows
+from converter.spec import RopeLayout
 
 
 @dataclass(frozen=True)
@@ -74,57 +72,6 @@ def unit_edges(order: Rows) -> Rows:
     """Row numbers 0, ..., n at which no row crosses: before each all smaller rows are complete."""
     reach = np.maximum.accumulate(order)
     return np.concatenate([[0], np.flatnonzero(reach == np.arange(len(order))) + 1])
-
-
-def stored_order(mapping: TensorMapping, spec: ModelSpec, to: RopeLayout, rows: int, name: str) -> Rows | None:
-    """The order of the rows of a stored tensor in layout `to`; None where it holds nothing that rotates."""
-    assert spec.rope is not None
-    heads = head_counts(spec)
-    if not any(role in heads for role in mapping.roles):
-        return None
-    held = stored_rows(mapping, rows)
-    order = np.arange(rows)
-    for role, places in held.items():
-        if role in heads:
-            count = heads[role]
-            check_rows((len(places),), count, spec.head_dim, name=name)
-            order[places] = places[row_order(count, spec.head_dim, spec.rope.rotary_dim, to)]
-    return order
-
-
-def stored_rows(mapping: TensorMapping, rows: int) -> dict[str, Rows]:
-    """Role -> the rows of the stored tensor that it is."""
-    if type(mapping) is Direct:
-        return {mapping.role: np.arange(rows)}
-    if getattr(mapping, "transposed", False) or len(mapping.names) != 1:
-        raise UnsupportedError(f"'{mapping.names[0]}' does not have head rows as it is stored")
-    import torch
-
-    numbers = torch.arange(rows)
-    parts = mapping.to_roles(numbers)
-    return {role: part.reshape(-1).numpy() for role, part in zip(mapping.roles, parts, strict=True)}
-
-
-def rotating_mappings(source: SourceModel) -> Iterator[tuple[int, TensorMapping]]:
-    """Layer and mapping of every tensor that a swap touches."""
-    rope = source.spec.rope
-    assert rope is not None
-    heads = head_counts(source.spec)
-    for index in range(source.spec.num_layers):
-        if rope.rotates(index):
-            for mapping in source.family.mappings(source.spec, BlockRef("layer", index)):
-                if any(role in heads for role in mapping.roles):
-                    yield index, mapping
-
-
-def stored_orders(source: SourceModel, to: RopeLayout) -> Iterator[tuple[str, Rows]]:
-    """Family's name of each tensor that a swap to layout `to` touches, and the order of its rows."""
-    for _, mapping in rotating_mappings(source):
-        for bare in mapping.names:
-            info = source.checkpoint.tensors[source.names[bare]]
-            order = stored_order(mapping, source.spec, to, info.shape[0], info.name)
-            if order is not None:
-                yield bare, order
 
 
 def plan_moves(source: SourceModel, to: RopeLayout) -> list[Move]:

@@ -11,13 +11,14 @@ from typing import Any
 
 from converter.errors import ConverterError
 from converter.families.opened import SourceModel
+from converter.families.rotating import rotating_mappings
 from converter.files.checkpoint import Checkpoint
 from converter.files.direct_io import NewFile, will_need
 from converter.files.hub import local_path
 from converter.files.output import OutputFolder, disk_errors
 from converter.files.record import STAMP
 from converter.rope.detect import Detection, detect_source
-from converter.rope.moves import Move, plan_moves, refuse_quantised, rotating_mappings, total_bytes
+from converter.rope.moves import Move, plan_moves, refuse_quantised, total_bytes
 from converter.rope.scores import compare_scores, read_rows
 from converter.rope.settle import Settlement, declared_voices, settle, stamped
 from converter.spec import QKNorm, RopeLayout

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from converter.conversion.plan import Plan, PlannedStep
 from converter.errors import ConverterError
 from converter.families.opened import SourceModel
-from converter.files.tokenizer import load_tokenizer
 from converter.text.stdlib import TINY_GPT2_SHA256, held_out_documents, training_documents
 from converter.text.windows import Document, Windows, documents_from_strings, hold_out, read_documents, windows
+
+if TYPE_CHECKING:
+    from converter.conversion.plan import Plan, PlannedStep
 
 #: Without any text exact ops are gated on random tokens; nothing else can be measured on those.
 _RANDOM_TOKENS = "no text given: random tokens, good for the gates of exact ops only"
@@ -86,10 +88,10 @@ def _documents(
 
 def _embedded_documents(plan: Plan) -> tuple[list[Document], list[Document], str]:
     """The embedded corpus, for the embedded example only."""
-    tokenizer = load_tokenizer(plan.source.checkpoint.path)
+    tokenizer = plan.source.tokenizer
     if tokenizer is None or not is_embedded_example(plan.source):
         return [], [], ""
-    opening = document_opening(plan.source)
+    opening = plan.source.opening
     budget = 8 * plan.recipe.calibration.tokens  # characters; a token of this corpus has about four
     calibration = documents_from_strings(_sample(training_documents(), budget), tokenizer, opening)
     held_out = documents_from_strings(held_out_documents(), tokenizer, opening)
@@ -102,17 +104,10 @@ def source_documents(source: SourceModel, paths: Sequence[Path]) -> list[Documen
         return []
     return read_documents(
         paths,
-        load_tokenizer(source.checkpoint.path),
+        source.tokenizer,
         vocab_size=source.spec.vocab_size,
-        end_of_text=document_opening(source),
+        end_of_text=source.opening,
     )
-
-
-def document_opening(source: SourceModel) -> int | None:
-    """The token that opens a document: bos, or eos where there is no bos, as in GPT-2's training."""
-    ids = source.token_ids()
-    opening = ids["bos_token_id"] if ids["bos_token_id"] is not None else ids["eos_token_id"]
-    return opening if isinstance(opening, int) and 0 <= opening < source.spec.vocab_size else None
 
 
 def is_embedded_example(source: SourceModel) -> bool:

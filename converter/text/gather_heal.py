@@ -6,16 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from converter.errors import ConverterError
 from converter.families.opened import SourceModel
-from converter.files.tokenizer import load_tokenizer
-from converter.healing.batches import IGNORE, Sequences
 from converter.text.documents import Corpus, load_corpus
-from converter.text.gather import document_opening, is_embedded_example
+from converter.text.gather import is_embedded_example
 from converter.text.stdlib import held_out_documents, training_documents
-from converter.text.windows import Document, Windows, documents_from_strings, hold_out
+from converter.text.windows import Document, documents_from_strings, hold_out
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +31,7 @@ def gather_heal_texts(
     A tenth of the documents is held out, the same that `converter convert` holds out of the same files, unless
     `eval_text` names others. Tokens are kept in the folder `cache`. Raises ConverterError where there is no text.
     """
-    opening = document_opening(source)
-    tokenizer = load_tokenizer(source.checkpoint.path)
+    opening, tokenizer = source.opening, source.tokenizer
 
     def load(texts: Sequence[str | Path]) -> Corpus:
         return load_corpus(texts, tokenizer, vocab_size=source.spec.vocab_size, end_of_text=opening, cache=cache)
@@ -72,21 +67,6 @@ def documents_of(corpus: Corpus) -> list[Document]:
         Document(str(number), corpus.ids[start:end])
         for number, (start, end) in enumerate(zip(corpus.offsets[:-1], corpus.offsets[1:], strict=True))
     ]
-
-
-def sequences_of(held_out: Windows, ranks: int) -> Sequences:
-    """Windows as sequences of one document each, with rows of padding up to a multiple of the ranks."""
-    rows, context = held_out.ids.shape
-    padded = -(-rows // ranks) * ranks
-    ids = torch.zeros(padded, context, dtype=torch.int64)
-    ids[:rows] = torch.from_numpy(held_out.ids)
-    lengths = torch.zeros(padded, 1, dtype=torch.int64)
-    lengths[:rows, 0] = torch.from_numpy(held_out.lengths)
-    positions = torch.arange(context).expand(padded, context)
-    inside, followed = positions < lengths, positions < lengths - 1
-    targets = torch.full_like(ids, IGNORE)
-    targets[:, :-1][followed[:, :-1]] = ids[:, 1:][followed[:, :-1]]
-    return Sequences(ids, inside.long() - 1, positions * inside, targets)
 
 
 def _corpus(documents: Sequence[Document]) -> Corpus:
