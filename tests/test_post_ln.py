@@ -60,8 +60,8 @@ def random_block(spec: ModelSpec, ref: BlockRef, seed: int = 0) -> Block:
 
 @pytest.fixture
 def spec(tmp_path: Path) -> ModelSpec:
-    """A post-LN spec."""
-    return opened(tmp_path).spec
+    """A post-LN spec, untied."""
+    return opened(tmp_path).spec.replace(tied_head=False)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_sinusoidal_positions_are_those_of_ctrl(spec: ModelSpec, ids: Tensor) ->
     states = reference.run_embeddings(block, sines, ids)
     torch.testing.assert_close(states, block["embed.weight"][ids] + wanted)
     rope = LearnedPositionsToRope()
-    folded = rope.apply(block, sines.replace(tied_head=False), EMBEDDINGS, Notes(EMBEDDINGS), None)
+    folded = rope.apply(block, sines, EMBEDDINGS, Notes(EMBEDDINGS), None)
     torch.testing.assert_close(folded["embed.weight"], block["embed.weight"] + wanted.mean(dim=0))
 
 
@@ -146,6 +146,7 @@ def test_a_target_says_what_it_cannot_hold(facts: dict[str, Any], words: str, ta
         ({"pre_norm": True}, "pre-LN). Leave it out, as recipe gpt2-to-llama does"),
         ({"final_norm": True}, "behind the last layer's norm stands another one"),
         ({"sandwich_norm": True}, "what the sublayers write is normed"),
+        ({"tied_head": True}, "the head is tied to the embeddings, which are to be scaled. Put untie_head before it"),
     ],
     ids=str,
 )

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from converter.blocks import LINEARS, Block, BlockRef
-from converter.ops import Calibration, Notes, Op, op, require
-from converter.ops.least_squares import RIDGE, Moments, chunks, refit_down
+from converter.ops import Calibration, Notes, Op, op
+from converter.ops.least_squares import RIDGE, Moments, chunks, refit_down, require_plain_layer
 from converter.reference import after_attention, run_layer, run_norm
 from converter.spec import ModelSpec
 
@@ -53,7 +53,7 @@ class DropBiases(Op):
         return bool(self._dropped(spec))
 
     def change(self, spec: ModelSpec) -> ModelSpec:
-        require(spec.pre_norm and not spec.parallel_residual, self.name, "the MLP does not read the attention's output")
+        require_plain_layer(spec, self.name)
         dropped = set(self._dropped(spec))
         moved = {"v"} if self.keep == "qkv" and "o" in dropped else set()
         return spec.replace(biases=(spec.biases - dropped) | moved)
@@ -67,7 +67,7 @@ class DropBiases(Op):
         result = Block(block)
         if "o" in dropped:
             result = _move_to_v(result, spec, notes)
-        if "k" in dropped and spec.rope is None and calibration is not None:
+        if "k" in dropped and spec.rope is None and spec.qk_norm is None and calibration is not None:
             notes.drop("k.bias", "does nothing without RoPE", block["k.bias"])
             result = result.without("k.bias")
         staying = self.change(spec).biases

@@ -1,7 +1,7 @@
 """Fold any attention scale into q: (s q).k = (sqrt(d) s q).k / sqrt(d). Exact.
 
 A LLaMA always divides by sqrt(head_dim). GPT-2 variants divide by the layer's number as well, or not
-at all, so the quotient of the two scales goes into the rows and the bias of q.
+at all, so the quotient of the two scales goes into the rows and the bias of q, or into the gain of its norm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from converter.spec import ModelSpec
 @op
 @dataclass(frozen=True)
 class FoldAttentionScale(Op):
-    """Fold the attention scale into q weight and bias."""
+    """Fold the attention scale into q weight and bias, or into the norm of q."""
 
     name = "fold_attention_scale"
     summary = "put any attention scale but 1/sqrt(head_dim) into q"
@@ -36,4 +36,5 @@ class FoldAttentionScale(Op):
         if ref.kind != "layer" or not self.needed(spec):
             return block
         factor = spec.attention_scales[ref.index] / spec.standard_attention_scale
-        return Block({role: tensor * factor if role.startswith("q.") else tensor for role, tensor in block.items()})
+        last = "q." if spec.qk_norm is None else "q_norm."
+        return Block({role: tensor * factor if role.startswith(last) else tensor for role, tensor in block.items()})

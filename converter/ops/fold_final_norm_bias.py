@@ -27,6 +27,7 @@ from torch import Tensor
 
 from converter.blocks import HEAD, Block, BlockRef
 from converter.ops import Calibration, Notes, Op, op, require
+from converter.ops.least_squares import require_plain_layer
 from converter.ops.post_ln_to_pre_ln import last_norm
 from converter.reference import run_final_norm, run_layer
 from converter.spec import ModelSpec
@@ -73,6 +74,9 @@ class FoldFinalNormBias(Op):
             "the head is tied to the embeddings, and is to change",
             "Put untie_head before it",
         )
+        if spec.final_norm_bias:
+            require_plain_layer(spec, self.name)
+            require("head" not in spec.biases, self.name, "the head has a bias, which this op does not look at")
         return spec.replace(final_norm_bias=False)
 
     def apply(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from converter.blocks import Block, BlockRef
 from converter.ops import Calibration, Notes, Op, op, require
-from converter.ops.least_squares import chunks, refit_down
+from converter.ops.least_squares import chunks, refit_down, require_plain_layer
 from converter.ops.swiglu_fits import EXACT, FITS
 from converter.reference import activate, after_attention, run_layer, run_norm
 from converter.spec import Activation, ModelSpec
@@ -60,12 +60,8 @@ class GeluToSwiglu(Op):
 
     def change(self, spec: ModelSpec) -> ModelSpec:
         require(not spec.gated_mlp, self.name, "the MLP is gated already")
-        require(
-            not self.refit or (spec.pre_norm and not spec.parallel_residual),
-            self.name,
-            "refit needs an MLP that reads the attention's output",
-            "Set refit to false",
-        )
+        if self.refit:
+            require_plain_layer(spec, self.name, "Set refit to false")
         fits = sorted(units for activation, units in FITS if activation is spec.activation)
         require(
             self.units in fits,

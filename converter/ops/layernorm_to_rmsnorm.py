@@ -18,7 +18,8 @@ from torch import Tensor
 
 from converter.blocks import Block, BlockRef
 from converter.ops import Calibration, Notes, Op, op, require
-from converter.spec import ModelSpec, Norm
+from converter.reference import position_table
+from converter.spec import ModelSpec, Norm, Positions
 
 #: Rows that are taken to fp64 at once: few enough to stay in the cache, and no large matrix needs a copy.
 _ROWS = 256
@@ -43,6 +44,13 @@ class LayerNormToRMSNorm(Op):
             "the norms stand after the sublayers (post-LN)",
             "Put post_ln_to_pre_ln before it, as recipe postln-to-llama does",
         )
+        normed = {
+            "the embeddings are normed": spec.embedding_norm,
+            "what the sublayers write is normed": spec.sandwich_norm,
+            "q and k are normed": spec.qk_norm is not None,
+        }
+        for what, present in normed.items():
+            require(not present, self.name, f"{what}, and no weight behind that norm could be centred")
         require(spec.final_norm, self.name, "the model has no final norm, so the head would see the stream centred")
         require(
             not spec.tied_head,
@@ -51,13 +59,15 @@ class LayerNormToRMSNorm(Op):
             "Put untie_head before it",
         )
         readers = {"q", "k", "v", "up", *(["gate"] if spec.gated_mlp else [])} if spec.norm_bias else set()
-        return spec.replace(norm=Norm.RMSNORM, norm_bias=False, biases=spec.biases | readers)
+        positions = Positions.LEARNED if spec.absolute_positions else spec.positions  # centred sines are a table
+        return spec.replace(norm=Norm.RMSNORM, norm_bias=False, biases=spec.biases | readers, positions=positions)
 
     def apply(
         self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
     ) -> Block:
         if ref.kind == "embeddings":
-            return Block({role: centre_rows(table) for role, table in block.items()})
+            positions = {"positions.weight": position_table(block, spec)} if spec.absolute_positions else {}
+            return Block({role: centre_rows(table) for role, table in (block | positions).items()})
         if ref.kind == "head":
             return block
         readers = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up") if spec.gated_mlp else ("up",)}

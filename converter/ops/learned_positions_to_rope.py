@@ -3,8 +3,8 @@
 A learned position vector, or one of sines and cosines, is added once, to the embedding, and reaches
 everything; RoPE (Su et al. 2021) turns q and k in every layer and reaches the attention logits only.
 What can be kept of the vectors without data is their mean, which goes into the token embeddings. The
-k bias does nothing in a model without RoPE (it adds the same amount to all logits of a row), so
-whatever it holds is noise; rotated it would not be nothing, and is set to zero.
+k bias does nothing in a model without RoPE (it adds the same amount to all logits of a row) unless k is
+normed, so whatever it holds is noise; rotated it would not be nothing, and is set to zero.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LearnedPositionsToRope(Op):
             mean = positions.mean(dim=0)
             notes.drop("positions.weight", "positions beyond their mean, which is in embed.weight", positions - mean)
             return Block({**block.without("positions.weight"), "embed.weight": embed + mean.to(embed.dtype)})
-        if ref.kind == "layer" and "k.bias" in block:
+        if ref.kind == "layer" and "k.bias" in block and spec.qk_norm is None:
             notes.drop("k.bias", "does nothing before RoPE and would be noise after it; zeros", block["k.bias"])
             return Block({**block, "k.bias": torch.zeros_like(block["k.bias"])})
         return block

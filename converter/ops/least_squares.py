@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from converter.blocks import Block
-from converter.ops import Calibration
+from converter.ops import Calibration, require
 from converter.reference import after_attention, run_linear, run_neurons, run_norm
 from converter.spec import ModelSpec
 
@@ -90,6 +90,13 @@ def refit(block: Block, linear: str, pairs: Iterable[tuple[Tensor, Tensor]]) -> 
     if bias is not None:
         fitted[f"{linear}.bias"] = (bias.double() + change[:, -1]).to(bias.dtype)
     return Block({**block, **fitted})
+
+
+def require_plain_layer(spec: ModelSpec, op_name: str, fix: str | None = None) -> None:
+    """Refuse layers that do not end with x + MLP(norm(x)), x being the states behind the attention."""
+    require(spec.pre_norm and not spec.parallel_residual, op_name, "the MLP does not read the attention's output", fix)
+    scaled = spec.sandwich_norm or spec.residual_scale != 1
+    require(not scaled, op_name, "the MLP's output is not just added to the residual stream", fix)
 
 
 def refit_down(

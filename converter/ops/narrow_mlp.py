@@ -22,7 +22,7 @@ from torch import Tensor
 
 from converter.blocks import Block, BlockRef
 from converter.ops import Calibration, Notes, Op, op, require
-from converter.ops.least_squares import RIDGE, Moments, chunks
+from converter.ops.least_squares import RIDGE, Moments, chunks, require_plain_layer
 from converter.reference import after_attention, run_neurons, run_norm
 from converter.spec import ModelSpec
 
@@ -57,7 +57,7 @@ class NarrowMLP(Op):
 
     def change(self, spec: ModelSpec) -> ModelSpec:
         require(spec.gated_mlp, self.name, "the MLP is not gated", "Put gelu_to_swiglu before it")
-        require(spec.pre_norm and not spec.parallel_residual, self.name, "the MLP does not read the attention's output")
+        require_plain_layer(spec, self.name)
         return spec.replace(intermediate_size=min(self._width(spec), spec.intermediate_size))
 
     def apply(

@@ -69,6 +69,12 @@ class PostLNToPreLN(Op):
         )
         require(not spec.final_norm, self.name, "behind the last layer's norm stands another one")
         require(not spec.sandwich_norm, self.name, "what the sublayers write is normed, which keeps it from growing")
+        require(
+            not spec.tied_head,
+            self.name,
+            "the head is tied to the embeddings, which are to be scaled",
+            "Put untie_head before it",
+        )
         writers = {"o", "down"} if spec.norm_bias else set()
         return spec.replace(
             pre_norm=True,
