@@ -14,7 +14,7 @@ import torch
 from models import Converted
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import converter
@@ -31,7 +31,6 @@ NAIVE = "gpt2-to-llama-naive"
 #: Positions last, and no block fitted to make up for them.
 POSITIONS_LAST = """
 name: positions-last
-source: gpt2
 target: llama
 steps:
   - fold_attention_scale
@@ -369,11 +368,9 @@ def test_a_dtype_that_no_result_has_is_refused(tmp_path: Path) -> None:
 def test_an_op_that_does_not_fit_is_told_with_the_recipes_line(tmp_path: Path) -> None:
     source = models.save(models.gpt2(), tmp_path / "source")
     recipe = tmp_path / "source" / "mine.yaml"
-    recipe.write_text(
-        "name: mine\nsource: gpt2\ntarget: llama\nsteps:\n  - fold_attention_scale\n  - layernorm_to_rmsnorm\n"
-    )
+    recipe.write_text("name: mine\ntarget: llama\nsteps:\n  - fold_attention_scale\n  - layernorm_to_rmsnorm\n")
     message = refused(UnsupportedError, tmp_path, source, recipe=str(recipe))
-    assert message.startswith(f"{recipe}:6: layernorm_to_rmsnorm does not fit: ")
+    assert message.startswith(f"{recipe}:5: layernorm_to_rmsnorm does not fit: ")
     assert "Put untie_head before it" in message
 
 
@@ -381,7 +378,7 @@ def test_an_op_that_does_not_fit_is_told_with_the_recipes_line(tmp_path: Path) -
     ("steps", "kind", "words"),
     [
         ("[untie_head, layernorm_to_rmsnorm]", UnsupportedError, "its final norm has a bias. Add fold_final_norm_bias"),
-        ("[cast: {dtype: float16}, untie_head]", RecipeError, "mine.yaml:4: cast must be the last step"),
+        ("[cast: {dtype: float16}, untie_head]", RecipeError, "mine.yaml:3: cast must be the last step"),
         ("[]", UnsupportedError, "its norm is LayerNorm. Add layernorm_to_rmsnorm to the recipe"),
     ],
 )
@@ -390,15 +387,34 @@ def test_a_recipe_that_does_not_end_at_its_target(
 ) -> None:
     source = models.save(models.gpt2(), tmp_path / "source")
     recipe = source / "mine.yaml"
-    recipe.write_text(f"name: mine\nsource: gpt2\ntarget: llama\nsteps: {steps}\n")
+    recipe.write_text(f"name: mine\ntarget: llama\nsteps: {steps}\n")
     assert words in refused(kind, tmp_path, source, recipe=str(recipe))
 
 
-def test_a_recipe_for_another_family(tmp_path: Path) -> None:
-    source = models.save(models.llama(), tmp_path / "source")
-    message = refused(RecipeError, tmp_path, source, recipe="gpt2-to-llama")
-    assert "this checkpoint is a 'llama'" in message
-    assert "Its own recipe is 'llama-to-llama'" in message
+@pytest.mark.parametrize(
+    ("make", "recipe", "words"),
+    [
+        (models.llama, "gpt2-to-llama", "the model has RMSNorm already"),
+        (models.gpt2, "llama-to-llama", "swap_rope_layout does not fit: the model has no RoPE"),
+        (models.gpt2, "postln-to-llama", "the norms stand before the sublayers already (pre-LN)"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_the_model(make: Any, recipe: str, words: str, tmp_path: Path) -> None:
+    source = models.save(make(), tmp_path / "source")
+    message = refused(UnsupportedError, tmp_path, source, recipe=recipe)
+    assert words in message
+    own = {models.llama: "llama-to-llama", models.gpt2: "gpt2-to-llama"}[make]
+    assert f"The recipe for this checkpoint is '{own}'" in message
+
+
+def test_a_qwen2_fits_the_recipe_of_a_llama(tmp_path: Path) -> None:
+    # By its facts: it is a LLaMA with biases on q, k and v, and none on o is a bias of zero.
+    config = Qwen2Config(**models.LLAMA, layer_types=["full_attention"] * 2)
+    source = models.save(models.jitter(Qwen2ForCausalLM(config), 0), tmp_path / "source")
+    text = models.write_ids(tmp_path / "text.npy")
+    report = converter.convert(source, tmp_path / "target", recipe="llama-to-llama", text=text)
+    assert report.verification is not None
+    assert report.verification.total.kl < 1e-9
 
 
 def test_a_windowed_mask_is_refused_before_anything_is_written(tmp_path: Path) -> None:

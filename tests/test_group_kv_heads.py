@@ -115,7 +115,7 @@ def test_on_a_walk_shared_heads_keep_far_more_than_their_mean(tmp_path: Path) ->
 def test_a_grouped_model_loads_with_the_figures_of_the_walk(tmp_path: Path, text: Path) -> None:
     steps = "[untie_head, layernorm_to_rmsnorm, drop_final_norm_bias, gelu_to_swiglu, group_kv_heads: {kv_heads: 3}, "
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"name: r\nsource: gpt2\ntarget: llama\nsteps: {steps}learned_positions_to_rope]\n")
+    recipe.write_text(f"name: r\ntarget: llama\nsteps: {steps}learned_positions_to_rope]\n")
     model = models.save(models.gpt2(**FACTS), tmp_path / "gpt2")
     report = converter.convert(model, tmp_path / "out", recipe=str(recipe), text=[text])
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -154,4 +154,4 @@ def test_rotated_heads_are_refused(tmp_path: Path) -> None:
 
 def test_no_heads_at_all_are_refused() -> None:
     with pytest.raises(RecipeError, match="1 or more"):
-        parse_recipe("{name: r, source: gpt2, target: llama, steps: [group_kv_heads: {kv_heads: 0}]}", "r.yaml")
+        parse_recipe("{name: r, target: llama, steps: [group_kv_heads: {kv_heads: 0}]}", "r.yaml")

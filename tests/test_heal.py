@@ -504,7 +504,7 @@ def test_norms_and_biases_do_not_decay_and_q_and_k_have_their_own_rate(converted
 
 def test_a_recipe_holds_the_settings_and_counts_read_like_64k(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("name: mine\nsource: gpt2\ntarget: llama\nsteps: []\nheal: {tokens: 64k, ce: 0.5, rate: 2e-4}\n")
+    file.write_text("name: mine\ntarget: llama\nsteps: []\nheal: {tokens: 64k, ce: 0.5, rate: 2e-4}\n")
     recipe = load_recipe(str(file), ["heal.tokens=1.5M"])
     assert recipe.heal == HealSettings(tokens=1_500_000, ce=0.5, rate=2e-4)
     file.write_text(recipe.to_yaml())

@@ -19,7 +19,7 @@ import converter
 from converter.cli.main import main
 from converter.conversion.plan import make_plan
 from converter.conversion.recipe import load_recipe
-from converter.errors import CheckpointError, ConverterError, RecipeError, UnsupportedError
+from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.files.checkpoint import Checkpoint
 from converter.measure.models import load_transformers
@@ -389,26 +389,12 @@ def test_what_nanogpt_json_says_is_part_of_the_source(path: Path) -> None:
     assert set(Checkpoint.open(path).sha256()) == {"nanogpt.json", "ckpt.pt"}
 
 
-def test_a_recipe_for_other_families_names_those_it_takes(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="converts a 'llama', and this checkpoint is a 'nanogpt'"):
-        make_plan(SourceModel.open(path), load_recipe("llama-to-llama"))
-    llama = models.save(models.llama(), tmp_path / "llama")
-    with pytest.raises(RecipeError, match="'gpt2' or a 'nanogpt' or a 'opt', and this checkpoint is a 'llama'"):
-        make_plan(SourceModel.open(llama), load_recipe("gpt2-to-llama"))
-
-
-def test_a_recipe_with_several_sources_is_written_as_it_was_read() -> None:
-    recipe = load_recipe("gpt2-to-llama")
-    assert recipe.sources == ("gpt2", "nanogpt", "opt")
-    assert "source:\n- gpt2\n- nanogpt\n- opt\n" in recipe.to_yaml()
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_it_can_be_written_as_a_gpt2(bias: bool, tmp_path: Path, text: Path, ids: Tensor) -> None:
     """The stand-in is a target like any other: a GPT-2 that anybody can load."""
     model = Model(bias)
     recipe = tmp_path / "to-gpt2.yaml"
-    recipe.write_text("name: to-gpt2\nsource: nanogpt\ntarget: gpt2\nsteps: []\n")
+    recipe.write_text("name: to-gpt2\ntarget: gpt2\nsteps: []\n")
     converter.convert(write(tmp_path, saved(model)), tmp_path / "gpt2", recipe=str(recipe), text=[text])
     assert converter.inspect(tmp_path / "gpt2").family == "gpt2"
     assert models.relative(models.reference_logits(tmp_path / "gpt2", ids), model(ids)) <= 1e-5
@@ -416,7 +402,7 @@ def test_it_can_be_written_as_a_gpt2(bias: bool, tmp_path: Path, text: Path, ids
 
 def test_a_gpt2_holds_no_llama(tmp_path: Path) -> None:
     recipe = tmp_path / "to-gpt2.yaml"
-    recipe.write_text("name: to-gpt2\nsource: llama\ntarget: gpt2\nsteps: []\n")
+    recipe.write_text("name: to-gpt2\ntarget: gpt2\nsteps: []\n")
     source = SourceModel.open(models.save(models.llama(), tmp_path / "llama"))
     with pytest.raises(UnsupportedError, match="a GPT-2 cannot hold the converted model: its norm is RMSNorm"):
         make_plan(source, load_recipe(str(recipe)))
@@ -426,6 +412,6 @@ def test_a_gpt2_holds_no_llama(tmp_path: Path) -> None:
 def test_a_gpt2_written_again_is_the_same(facts: dict[str, Any], tmp_path: Path, ids: Tensor) -> None:
     model = models.gpt2(**facts)
     recipe = tmp_path / "again.yaml"
-    recipe.write_text("name: again\nsource: gpt2\ntarget: gpt2\nsteps: []\n")
+    recipe.write_text("name: again\ntarget: gpt2\nsteps: []\n")
     converter.convert(models.save(model, tmp_path / "a"), tmp_path / "b", recipe=str(recipe), verify=False)
     assert torch.equal(models.reference_logits(tmp_path / "b", ids), models.reference_logits(tmp_path / "a", ids))

@@ -103,14 +103,14 @@ def test_a_pre_ln_recipe_is_refused_and_names_the_right_one(recipe: str, tmp_pat
     folder = models.save(models.openai_gpt(), tmp_path)
     with pytest.raises(ConverterError) as caught:
         plan_conversion(folder, recipe)
-    assert "this checkpoint is a 'openai_gpt'" in str(caught.value)
-    assert "Its own recipe is 'postln-to-llama'" in str(caught.value)
+    assert "the norms stand after the sublayers (post-LN)" in str(caught.value)
+    assert "The recipe for this checkpoint is 'postln-to-llama'" in str(caught.value)
 
 
 def test_a_recipe_that_forgets_the_norms_is_told_the_op(tmp_path: Path) -> None:
     folder = models.save(models.openai_gpt(), tmp_path)
     with pytest.raises(UnsupportedError, match="its norms stand after the sublayers"):
-        plan_conversion(folder, Recipe("r", ("openai_gpt",), "gpt2", ()))
+        plan_conversion(folder, Recipe("r", "gpt2", ()))
 
 
 # Its tokenizer: a BPE on lower-cased words that end in </w>

@@ -389,7 +389,7 @@ def test_a_group_of_biases_is_filled_with_zeros(tmp_path: Path, ids: Tensor) -> 
     # A LLaMA has all of q, k, v, o's biases or none.
     source = SourceModel.open(models.save(models.llama(attention_bias=True), tmp_path))
     source.spec = source.spec.replace(biases=frozenset({"q"}))
-    plan = make_plan(source, Recipe("r", "llama", "llama", ()))
+    plan = make_plan(source, Recipe("r", "llama", ()))
     found = {name: tensor for _, tensors in Walk(plan) for name, tensor in tensors.items()}
     assert found.keys() == plan.tensors.keys()
     biases = {name: bool(tensor.any()) for name, tensor in found.items() if name.endswith(".bias")}

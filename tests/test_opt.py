@@ -97,7 +97,7 @@ def test_a_head_tied_behind_a_projection_is_not_the_embedding(tmp_path: Path) ->
     folder = models.save(models.opt(**PROJECTED, enable_bias=False, **NO_GAINS), tmp_path)
     assert SourceModel.open(folder).spec.tied_head
     with pytest.raises(UnsupportedError, match="tied behind a projection"):
-        plan_conversion(folder, Recipe("r", ("opt",), "gpt2", ()))
+        plan_conversion(folder, Recipe("r", "gpt2", ()))
 
 
 @pytest.mark.parametrize("prefix", ["", "decoder.", "model.decoder.", "module.model.decoder."])

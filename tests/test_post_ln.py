@@ -130,12 +130,12 @@ def test_sinusoidal_positions_are_those_of_ctrl(spec: ModelSpec, ids: Tensor) ->
 )
 @pytest.mark.parametrize("target", ["llama", "gpt2"])
 def test_a_target_says_what_it_cannot_hold(facts: dict[str, Any], words: str, target: str, tmp_path: Path) -> None:
-    make, family = (models.llama, "llama") if target == "llama" else (models.gpt2, "gpt2")
+    make = models.llama if target == "llama" else models.gpt2
     folder = models.save(make(), tmp_path)
     source = SourceModel.open(folder)
     source.spec = source.spec.replace(**facts)
     with pytest.raises(UnsupportedError) as caught:
-        make_plan(source, Recipe("r", (family,), target, ()))
+        make_plan(source, Recipe("r", target, ()))
     if target == "llama":
         assert words in str(caught.value)
 

@@ -157,7 +157,7 @@ class TestMeta:
         with pytest.raises(UnsupportedError, match=r"2 key-value heads cannot be shared evenly by 4 ranks"):
             plan_conversion(folder, "hf-to-meta", ["cut_for_ranks.ranks=4"])
         with pytest.raises(UnsupportedError, match="cut for 2 ranks"):
-            plan_conversion(folder, Recipe("r", ("llama",), "llama", (CutForRanks(2),)))
+            plan_conversion(folder, Recipe("r", "llama", (CutForRanks(2),)))
 
     def test_uneven_cuts_and_missing_shards_are_errors(self, tmp_path):
         model = make("Llama", WIDE)

@@ -73,5 +73,5 @@ def test_a_model_without_rope_is_refused_and_recipes_know_the_op(tmp_path: Path)
     source = SourceModel.open(save(gpt2(), tmp_path / "model"))
     with pytest.raises(UnsupportedError, match="no RoPE"):
         SwapRopeLayout().change(source.spec)
-    text = "name: r\nsource: llama\ntarget: llama\nsteps:\n  - swap_rope_layout: {to: interleaved}\n"
+    text = "name: r\ntarget: llama\nsteps:\n  - swap_rope_layout: {to: interleaved}\n"
     assert parse_recipe(text, "r").steps == (SwapRopeLayout(to="interleaved"),)

@@ -66,7 +66,7 @@ def text(rows: int, seed: int) -> Windows:
 def walk(opened: SourceModel, *steps: Op, target: str = "llama", rows: int = 48) -> Walked:
     """Convert by these steps, calibrated and measured on random text."""
     places = tuple("test" for _ in steps)
-    plan = make_plan(opened, Recipe("test", (opened.family.name,), target, steps, places=places))
+    plan = make_plan(opened, Recipe("test", target, steps, places=places))
     walking = Walk(plan, text(rows, seed=1), text(16, seed=2))
     tensors = {name: tensor.clone() for _, named in walking for name, tensor in named.items()}
     return Walked(plan, walking.findings, tensors)

@@ -17,7 +17,7 @@ import torch
 
 from converter.blocks import Block, BlockRef, Dropped, block_shapes, blocks
 from converter.conversion.recipe import Recipe
-from converter.errors import ConverterError, RecipeError, UnsupportedError, did_you_mean
+from converter.errors import ConverterError, RecipeError, UnsupportedError, did_you_mean, paragraph
 from converter.families import TargetFamily, families
 from converter.families.opened import SourceModel
 from converter.files.safetensors import num_bytes
@@ -113,21 +113,19 @@ def make_plan(source: SourceModel, recipe: Recipe, dtype: DtypeName | None = Non
     """
     if dtype is not None and dtype not in get_args(DtypeName):
         raise ConverterError(f"'{dtype}' is no dtype of a result", fix=did_you_mean(dtype, get_args(DtypeName)))
-    if source.family.name not in recipe.sources:
-        sources = " or ".join(f"a '{name}'" for name in recipe.sources)
-        own = source.family.recipe_for(source.spec)
-        raise RecipeError(
-            f"recipe '{recipe.name}' converts {sources}, and this checkpoint is a '{source.family.name}'",
-            where=source.where,
-            fix=f"Its own recipe is '{own}'" if own else None,
-        )
     target = families().get(recipe.target)
     if not isinstance(target, TargetFamily):
         known = [name for name, family in families().items() if isinstance(family, TargetFamily)]
         raise RecipeError(f"'{recipe.target}' is not a target family", fix=did_you_mean(recipe.target, known))
     recipe = _with_cast(recipe, dtype, source.dtype)
-    steps = _resolve_steps(source.spec, recipe)
-    target_spec = target.accept(steps[-1].after if steps else source.spec)
+    try:
+        steps = _resolve_steps(source.spec, recipe)
+        target_spec = target.accept(steps[-1].after)
+    except UnsupportedError as error:
+        own = source.family.recipe_for(source.spec)
+        if own not in (None, recipe.name):
+            error.fix = paragraph(error.fix, f"The recipe for this checkpoint is '{own}'")
+        raise
     final_dtype = cast(DtypeName, getattr(recipe.steps[-1], "dtype", "float32"))
     plan = Plan(source, recipe, target, steps, target_spec, final_dtype, {}, (), 0)
     return _dry_run(plan)

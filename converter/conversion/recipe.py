@@ -1,13 +1,14 @@
-"""Recipes: strict YAML that names a source, a target and the ops between them.
+"""Recipes: strict YAML that names a target and the ops that lead there.
 
     name: gpt2-to-llama
     description: ...
-    source: gpt2            # or several: [gpt2, nanogpt]
     target: llama
     steps:
       - untie_head
       - gelu_to_swiglu: {units: 2}
     verify: {tokens: 16384}
+
+It names no source: a recipe fits every model whose facts its ops and its target take.
 
 An unknown key, a repeated one or a value of the wrong type is an error that names the file, the line and the
 nearest right word, before any weight is read.
@@ -67,8 +68,6 @@ class Recipe:
     """An ordered list of ops with their parameters."""
 
     name: str
-    #: The families that it converts.
-    sources: tuple[str, ...]
     target: str
     steps: tuple[Op, ...]
     description: str = ""
@@ -88,7 +87,7 @@ class Recipe:
         facts: dict[str, Any] = {"name": self.name}
         if self.description:
             facts["description"] = self.description
-        facts |= {"source": self.sources[0] if len(self.sources) == 1 else list(self.sources), "target": self.target}
+        facts["target"] = self.target
         facts["steps"] = [{step.name: _parameters(step)} if _parameters(step) else step.name for step in self.steps]
         facts["calibration"] = dataclasses.asdict(self.calibration)
         facts["verify"] = dataclasses.asdict(self.verify)
@@ -142,15 +141,14 @@ def parse_recipe(text: str, where: str, overrides: Iterable[str] = ()) -> Recipe
         raise RecipeError("this is not YAML", where=place, why=getattr(error, "problem", None) or str(error)) from error
     reader = _Reader(where)
     top = reader.mapping(root, "recipe")
-    reader.known_keys(top, {"name", "description", "source", "target", "steps", *_SECTIONS}, "recipe")
-    for key in ("name", "source", "target", "steps"):
+    reader.known_keys(top, {"name", "description", "target", "steps", *_SECTIONS}, "recipe")
+    for key in ("name", "target", "steps"):
         if key not in top:
             raise RecipeError(f"the recipe has no '{key}'", where=where)
     nodes = reader.sequence(top["steps"][1], "steps")
     recipe = Recipe(
         name=reader.value(top["name"][1], str, "name"),
-        sources=reader.some_of(top["source"][1], set(families()), "source"),
-        target=reader.one_of(top["target"][1], _targets(), "target"),
+        target=reader.target(top["target"][1]),
         description=reader.value(top["description"][1], str, "description") if "description" in top else "",
         steps=tuple(reader.step(node) for node in nodes),
         places=tuple(reader.place(node) for node in nodes),
@@ -166,10 +164,6 @@ def with_overrides(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
     for override in overrides:
         recipe = _override(recipe, override)
     return recipe
-
-
-def _targets() -> set[str]:
-    return {name for name, family in families().items() if isinstance(family, TargetFamily)}
 
 
 def _override(recipe: Recipe, override: str) -> Recipe:
@@ -236,6 +230,9 @@ class _Reader:
 
     def known_keys(self, found: Mapping[str, tuple[yaml.Node, yaml.Node]], known: set[str], what: str) -> None:
         for name, (key, _) in found.items():
+            if name == "source":
+                fix = "Delete the line: a recipe fits every model whose facts its ops and its target take"
+                raise self.error(key, f"{what} names a source family", fix)
             if name not in known:
                 raise self.error(key, f"unknown key '{name}' in {what}", did_you_mean(name, known))
 
@@ -276,23 +273,12 @@ class _Reader:
                 raise self.error(node, f"{what}.{name} is {value!r}, and {error}") from error
         return instance
 
-    def some_of(self, node: yaml.Node, known: set[str], what: str) -> tuple[str, ...]:
-        """One name that is known, or a list of them."""
-        nodes = self.sequence(node, what) if isinstance(node, yaml.SequenceNode) else [node]
-        if not nodes:
-            raise self.error(node, f"{what} names no family")
-        names: list[str] = []
-        for each in nodes:
-            names.append(self.one_of(each, known, what))
-            if names[-1] in names[:-1]:
-                raise self.error(each, f"'{names[-1]}' stands twice in {what}")
-        return tuple(names)
-
-    def one_of(self, node: yaml.Node, known: set[str], what: str) -> str:
-        """A name that is known."""
-        name: str = self.value(node, str, what)
+    def target(self, node: yaml.Node) -> str:
+        """The name of a family that can be written."""
+        name: str = self.value(node, str, "target")
+        known = {name for name, family in families().items() if isinstance(family, TargetFamily)}
         if name not in known:
-            raise self.error(node, f"there is no {what} family '{name}'", did_you_mean(name, known))
+            raise self.error(node, f"there is no target family '{name}'", did_you_mean(name, known))
         return name
 
     def value(self, node: Node, kind: Any, what: str) -> Any:

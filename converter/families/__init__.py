@@ -20,7 +20,7 @@ from converter.blocks import BlockRef, block_shapes
 from converter.errors import CheckpointError, UnsupportedError, did_you_mean
 from converter.families.config import ConfigReader
 from converter.families.mapping import Drop, TensorMapping
-from converter.spec import ModelSpec
+from converter.spec import ModelSpec, Norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class Family(ABC):
     ties_by_default: ClassVar[bool] = False
     #: bos, eos and pad where the config does not say them: the defaults of transformers' config class.
     default_token_ids: ClassVar[Mapping[str, int | None]] = {}
-    #: The recipe that `convert` takes when none is named, unless `recipe_for` says otherwise.
+    #: The recipe that `convert` takes when none is named, where the format decides it and not the facts.
     default_recipe: ClassVar[str | None] = None
     #: transformers' class that runs this family. A family without one is run by that of its stand-in.
     model_class: ClassVar[str | None] = None
@@ -64,7 +64,11 @@ class Family(ABC):
 
     def recipe_for(self, spec: ModelSpec) -> str | None:
         """The recipe that `convert` takes for a checkpoint of these facts when none is named."""
-        return self.default_recipe
+        if self.default_recipe is not None or spec.norm is not Norm.LAYERNORM:
+            return self.default_recipe
+        if spec.parallel_residual or not spec.absolute_positions:
+            return None
+        return "gpt2-to-llama" if spec.pre_norm else "postln-to-llama"
 
     def remarks(self, config: Mapping[str, Any], tokens: int | None) -> list[str]:
         """What a user should know about a checkpoint of this config, whose tokenizer has so many tokens."""

@@ -57,7 +57,6 @@ class GPT2(TargetFamily):
     embedding = "wte.weight"
     ties_by_default = True
     default_token_ids: ClassVar = {"bos_token_id": 50256, "eos_token_id": 50256}
-    default_recipe = "gpt2-to-llama"
     model_class = "GPT2LMHeadModel"
     drops = (
         Drop(r"h\.\d+\.attn\.bias", "causal mask buffer", not_a_causal_mask),

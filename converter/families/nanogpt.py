@@ -38,7 +38,6 @@ class NanoGPT(Family):
     embedding = "wte.weight"
     ties_by_default = True
     default_token_ids: ClassVar = {"bos_token_id": 50256, "eos_token_id": 50256}
-    default_recipe = "gpt2-to-llama"
     stand_in = "gpt2"
     drops = (Drop(r"h\.\d+\.attn\.bias", "causal mask buffer", not_a_causal_mask),)
 

@@ -29,7 +29,6 @@ class OpenAIGPT(Family):
     prefix = "transformer."
     embedding = "tokens_embed.weight"
     ties_by_default = True
-    default_recipe = "postln-to-llama"
     model_class = "OpenAIGPTLMHeadModel"
     drops = (
         Drop(r"h\.\d+\.attn\.bias", "causal mask buffer", not_a_causal_mask),

@@ -32,15 +32,11 @@ class OPT(Family):
     embedding = "embed_tokens.weight"
     ties_by_default = True
     default_token_ids: ClassVar = {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
-    default_recipe = "gpt2-to-llama"
     model_class = "OPTForCausalLM"
 
     def bare_name(self, name: str) -> str:
         """Files of OPTModel say `decoder.` only."""
         return name.removeprefix("model.").removeprefix("decoder.")
-
-    def recipe_for(self, spec: ModelSpec) -> str | None:
-        return "gpt2-to-llama" if spec.pre_norm else "postln-to-llama"
 
     def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:
         hidden, heads = config.read("hidden_size", int, 768), config.read("num_attention_heads", int, 12)

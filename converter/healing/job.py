@@ -52,7 +52,7 @@ def heal_settings(converted: Path, recipe: str | None, overrides: Iterable[str])
     beside = converted / "recipe.yaml"
     if recipe is None and beside.is_file():
         recipe = str(beside)
-    base = load_recipe(recipe) if recipe is not None else Recipe("of defaults", (), "", ())
+    base = load_recipe(recipe) if recipe is not None else Recipe("of defaults", "", ())
     return with_overrides(base, overrides).heal
 
 

@@ -61,7 +61,7 @@ class GeluToSwiglu(Op):
     def change(self, spec: ModelSpec) -> ModelSpec:
         require(not spec.gated_mlp, self.name, "the MLP is gated already")
         if self.refit:
-            require_plain_layer(spec, self.name, "Set refit to false")
+            require_plain_layer(spec, self.name)
         fits = sorted(units for activation, units in FITS if activation is spec.activation)
         require(
             self.units in fits,

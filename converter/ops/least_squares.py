@@ -92,11 +92,14 @@ def refit(block: Block, linear: str, pairs: Iterable[tuple[Tensor, Tensor]]) -> 
     return Block({**block, **fitted})
 
 
-def require_plain_layer(spec: ModelSpec, op_name: str, fix: str | None = None) -> None:
+def require_plain_layer(spec: ModelSpec, op_name: str) -> None:
     """Refuse layers that do not end with x + MLP(norm(x)), x being the states behind the attention."""
-    require(spec.pre_norm and not spec.parallel_residual, op_name, "the MLP does not read the attention's output", fix)
+    post_ln = "the norms stand after the sublayers (post-LN)"
+    require(spec.pre_norm, op_name, post_ln, "Put post_ln_to_pre_ln before it, as recipe postln-to-llama does")
+    parallel = "attention and MLP read the same states (parallel residual), which no op changes"
+    require(not spec.parallel_residual, op_name, parallel)
     scaled = spec.sandwich_norm or spec.residual_scale != 1
-    require(not scaled, op_name, "the MLP's output is not just added to the residual stream", fix)
+    require(not scaled, op_name, "the MLP's output is not just added to the residual stream")
 
 
 def refit_down(

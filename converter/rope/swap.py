@@ -125,7 +125,7 @@ def _through_conversion(
         )
     family = str(source.checkpoint.config.get("general.architecture", "llama"))
     step = SwapRopeLayout(to="half_split")
-    recipe = Recipe(f"{source.family.name}-to-{family}", (source.family.name,), family, (step,))
+    recipe = Recipe(f"{source.family.name}-to-{family}", family, (step,))
     texts = [text] if text is not None else []
     convert(source.checkpoint.opened, target, recipe=recipe, text=texts, overwrite=overwrite)
     needed = step.needed(source.spec)
