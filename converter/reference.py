@@ -8,15 +8,69 @@ Shapes: batch B, sequence T, hidden size D. States are (B, T, D).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from converter.blocks import BlockRef, blocks
 from converter.spec import Activation, ModelSpec, Norm, Positions, QKNorm, RopeLayout, RopeSpec
 
 Roles = Mapping[str, Tensor]
+
+
+class RunningModel(ABC):
+    """A whole model in memory whose logits can be asked for, whoever computes them."""
+
+    vocab_size: int
+    #: Tokens of the sequences that it was made for; None where nothing says it.
+    context: int | None
+    #: Tokens of the longest sequence that it can run; None for positions that have no end.
+    longest: int | None
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where it runs."""
+
+    @abstractmethod
+    def to(self, device: str | torch.device) -> RunningModel:
+        """Move it, and give it back."""
+
+    @abstractmethod
+    def logits(self, ids: Tensor) -> Tensor:
+        """Logits (B, T, V) of token ids (B, T)."""
+
+
+class ReferenceModel(RunningModel):
+    """The reference forward over a whole model in memory; `read` gives its blocks."""
+
+    def __init__(self, spec: ModelSpec, read: Callable[[BlockRef], Roles]) -> None:
+        self.spec = spec
+        self.vocab_size, self.context = spec.vocab_size, spec.context
+        self.longest = spec.context if spec.absolute_positions else None
+        self._blocks = {ref: dict(read(ref)) for ref in blocks(spec)}
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._blocks[next(blocks(self.spec))].values())).device
+
+    def to(self, device: str | torch.device) -> ReferenceModel:
+        for roles in self._blocks.values():
+            roles.update({role: tensor.to(device) for role, tensor in roles.items()})
+        return self
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor) -> Tensor:
+        states = torch.empty(0)
+        for ref, roles in self._blocks.items():
+            if ref.kind == "embeddings":
+                states = run_embeddings(roles, self.spec, ids)
+            elif ref.kind == "layer":
+                states = run_layer(roles, self.spec, ref.index, states)
+        return run_head(self._blocks[ref], self.spec, states)
 
 
 def run_embeddings(roles: Roles, spec: ModelSpec, ids: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -24,7 +24,7 @@ from converter.families.opened import SourceModel
 from converter.families.scaling import scaling_of
 from converter.files.llama_meta import write_shards
 from converter.layout import swap_rows
-from converter.measure.models import load_any, load_plain
+from converter.measure.models import RunnableCheckpoint, load_plain
 from converter.ops.cut_for_ranks import CutForRanks
 from converter.rope.swap import swap
 from converter.spec import RopeLayout
@@ -110,7 +110,7 @@ class TestMeta:
         assert source.spec.intermediate_size == 96
         assert error(logits(folder), model) <= 1e-5
         with torch.no_grad():
-            assert error(load_any(folder)(IDS).logits, model) <= 1e-5
+            assert error(RunnableCheckpoint(folder).model.logits(IDS), model) <= 1e-5
 
     def test_to_hf_by_recipe_and_by_swap(self, tmp_path):
         model = make("Llama", EVEN)
@@ -250,7 +250,7 @@ class TestGGUF:
         assert error(logits(tmp_path / "model.gguf"), model) <= 1e-5
         assert error(logits(tmp_path), model) <= 1e-5
         with torch.no_grad():
-            assert error(load_any(tmp_path / "model.gguf")(IDS).logits, model) <= 1e-5
+            assert error(RunnableCheckpoint(tmp_path / "model.gguf").model.logits(IDS), model) <= 1e-5
 
     @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
     def test_becomes_a_hugging_face_checkpoint_of_its_architecture(self, family, tmp_path):

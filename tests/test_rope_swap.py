@@ -27,7 +27,7 @@ from converter.conversion.run import convert
 from converter.errors import ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.files.record import read_stamp
-from converter.measure.models import load_any, load_plain
+from converter.measure.models import RunnableCheckpoint, load_plain
 from converter.rope import journal, patch, scores
 from converter.rope.journal import FOLDER
 from converter.rope.moves import unit_edges
@@ -221,9 +221,9 @@ class TestStamp:
             wanted = model(ids).logits
             found = run(lambda ref: source.read_block(ref, torch.float32), source.spec, ids)
             assert relative(found, wanted) <= 1e-5
-            assert relative(load_any(stamped)(ids).logits, wanted) <= 1e-5
+            assert relative(RunnableCheckpoint(stamped).model.logits(ids), wanted) <= 1e-5
             (stamped / "conversion.json").unlink()
-            assert relative(load_any(stamped)(ids).logits, wanted) > 1e-2
+            assert relative(RunnableCheckpoint(stamped).model.logits(ids), wanted) > 1e-2
 
     def test_a_conversion_writes_the_layout_that_its_target_reads(self, stamped, tmp_path):
         ids = random_ids()

@@ -405,7 +405,7 @@ def test_same_ids_names_the_first_text_that_differs():
     composing = byte_level_bpe()
     composing.normalizer = normalizers.NFC()
     same_ids(plain(byte_level_bpe()), plain(byte_level_bpe()))
-    with pytest.raises(VerificationError, match=r"the text 'nai.ve cafe.*From token 0 on"):
+    with pytest.raises(VerificationError, match=r"the text 'nai.ve cafe.*from token 0 on"):
         same_ids(plain(byte_level_bpe()), plain(composing))
 
 

@@ -29,7 +29,7 @@ from converter.files.tokenizer import load_tokenizer, same_ids, write_tokenizer
 from converter.files.writer import CheckpointWriter, parse_size
 from converter.measure.inspect import warnings
 from converter.measure.metrics import Comparison
-from converter.measure.models import load_plain, load_transformers, pick_device, tokens_per_second
+from converter.measure.models import TransformersModel, load, load_written, pick_device, tokens_per_second
 from converter.measure.verify import compare
 from converter.measure.yardstick import yardstick
 from converter.reference import flops_per_token, run_embeddings, run_layer
@@ -311,14 +311,14 @@ def _verified(
 ) -> ConversionReport:
     """The report with what transformers' class of the source and of the written files say."""
     progress.stage("verify", 3, unit="steps")
-    models = (load_transformers(plan.source), load_plain(folder))
+    models = (load(plan.source).to(device), load_written(folder).to(device))
     progress.advance(1)
-    comparison = compare(*models, texts.evaluation, device)
+    comparison = compare(*models, texts.evaluation)
     progress.advance(1)
     _check_against_walk(findings.comparisons[-1], comparison, folder, texts.evaluation)
     if not texts.real:
         return report
-    speeds = [tokens_per_second(model, texts.evaluation, device) for model in models]
+    speeds = [tokens_per_second(model, texts.evaluation) for model in models]
     report = dataclasses.replace(
         report,
         verification=comparison,
@@ -336,18 +336,19 @@ def _check_against_walk(claimed: Comparison, found: Comparison, folder: Path, ev
     raise VerificationError(
         f"the written files are {found.total.kl:.3e} nats per token from the source, and the conversion "
         f"measured {claimed.total.kl:.3e}",
-        why="transformers computes something else from the files than the reference model: "
-        + _parting(folder, evaluation),
+        why="what was written computes something else than what was converted: " + _parting(folder, evaluation),
         fix="This is a defect; please report it with the output of inspect",
     )
 
 
 def _parting(folder: Path, evaluation: Windows) -> str:
     """The first block of a written checkpoint whose states differ between transformers and the reference model."""
-    written = SourceModel.open(folder)
+    written, loaded = SourceModel.open(folder), load_written(folder)
+    if not isinstance(loaded, TransformersModel):
+        return "the files do not hold what was converted"
     ids = torch.from_numpy(evaluation.ids[:1])
     with torch.no_grad():
-        hidden = load_plain(folder)(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+        hidden = loaded.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
         states = torch.empty(0)
         for depth, ref in enumerate(list(blocks(written.spec))[:-1]):
             block = written.read_block(ref, torch.float32)

@@ -21,7 +21,7 @@ from converter import reference
 from converter.blocks import Block, BlockRef, Dropped, block_shapes, blocks
 from converter.conversion.plan import Plan
 from converter.conversion.streams import Reading, StreamCalibration, Streams, Trace, Variant, logits
-from converter.measure.metrics import Comparison, Tally, batches, larger
+from converter.measure.metrics import Comparison, Tally, batches, difference, larger
 from converter.ops import Calibration, Notes
 from converter.spec import Norm
 from converter.text.windows import Windows
@@ -224,7 +224,7 @@ class Walk:
         largest_change = 0.0
         for found, targets, positions in logits(streams.windows, heads, self.device):
             tally.add(found[0], found[prefix], targets, positions)
-            largest_change = larger(largest_change, (found[prefix] - found[prefix - 1]).abs().max())
+            largest_change = larger(largest_change, difference(found[prefix], found[prefix - 1]))
         findings.comparisons.append(tally.comparison())
         findings.changes.append(largest_change / max(tally.max_logit, 1e-300))
 

@@ -178,35 +178,49 @@ def _not_as_it_should(why: str, file: Path) -> CheckpointError:
 
 
 def same_ids(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> None:
-    """Prove that `b` gives the ids of `a`: on `PROBE_TEXTS` and around every added token of either.
+    """Prove that the tokenizer `b` that we wrote gives the ids of `a`: on `PROBE_TEXTS` and around every added token.
 
     Both with and without the special tokens that a tokenizer adds by itself. Vocabularies and the ids of
     bos, eos, pad and the like must agree too. Raises `VerificationError` with the first text that differs.
     """
-    for text in (*PROBE_TEXTS, *_around_added_tokens(a), *_around_added_tokens(b)):
-        for special in (False, True):
-            wanted, given = (
-                list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]) for tokenizer in (a, b)
-            )
+    names = ("the source's tokenizer", "the target's")
+    difference = first_difference(a, b, names) or first_difference(a, b, names, special=True)
+    if difference is None:
+        for name in _NAMED_TOKENS:
+            wanted, given = ((getattr(t, name), getattr(t, f"{name}_id")) for t in (a, b))
             if wanted != given:
-                first = next(
-                    (i for i, (x, y) in enumerate(zip(wanted, given, strict=False)) if x != y),
-                    min(len(wanted), len(given)),
-                )
-                raise VerificationError(
-                    f"The tokenizers differ on the text {text!r}",
-                    why=f"From token {first} on, the source's ids are {wanted[first : first + 8]}, the target's"
-                    f" {given[first : first + 8]} (add_special_tokens={special})",
-                    fix="Do not use the target's tokenizer; please report this with the source's tokenizer files",
-                )
-    for name in _NAMED_TOKENS:
-        wanted_token, given_token = ((getattr(t, name), getattr(t, f"{name}_id")) for t in (a, b))
-        if wanted_token != given_token:
-            raise VerificationError(f"The tokenizers differ on {name}: {wanted_token} became {given_token}")
+                difference = f"on {name}: {wanted} became {given}"
+                break
+    if difference is not None:
+        raise VerificationError(
+            f"The tokenizers differ {difference}",
+            fix="Do not use the target's tokenizer; please report this with the source's tokenizer files",
+        )
+
+
+def first_difference(
+    a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast, names: tuple[str, str], *, special: bool = False
+) -> str | None:
+    """What two tokenizers do not have in common, in words; None where texts have the same ids in both.
+
+    Looked for on `PROBE_TEXTS`, around every added token of either, and in the vocabularies. With `special` texts
+    include the tokens that a tokenizer adds by itself.
+    """
+    for text in (*PROBE_TEXTS, *_around_added_tokens(a), *_around_added_tokens(b)):
+        one, two = (list(each(text, add_special_tokens=special, verbose=False)["input_ids"]) for each in (a, b))
+        if one != two:
+            pairs = enumerate(zip(one, two, strict=False))
+            first = next((i for i, (x, y) in pairs if x != y), min(len(one), len(two)))
+            return (
+                f"on the text {text!r}: from token {first} on {names[0]} gives the ids {one[first : first + 8]}, and "
+                f"{names[1]} {two[first : first + 8]} (add_special_tokens={special})"
+            )
     differing = set(a.get_vocab().items()) ^ set(b.get_vocab().items())
-    if differing:
-        token, index = min(differing, key=lambda item: (item[1], item[0]))
-        raise VerificationError(f"The tokenizers' vocabularies differ: only one has {token!r} with id {index}")
+    if not differing:
+        return None
+    token, index = min(differing, key=lambda item: (item[1], item[0]))
+    owner = names[0] if a.get_vocab().get(token) == index else names[1]
+    return f"in their vocabularies: only {owner} has {token!r} with id {index}"
 
 
 def _around_added_tokens(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:

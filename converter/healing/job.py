@@ -12,10 +12,10 @@ from converter.conversion.plan import DtypeName
 from converter.conversion.recipe import Recipe, load_recipe, with_overrides
 from converter.errors import ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
-from converter.files.tokenizer import load_tokenizer, same_ids
 from converter.files.writer import parse_size
 from converter.healing.export import check_exportable, check_generation_config
 from converter.healing.settings import HealSettings
+from converter.measure.vocabulary import Vocabulary, common_ids
 from converter.text.gather_heal import HealTexts
 
 #: Settings that change how a run is made and nothing about what it makes.
@@ -103,16 +103,15 @@ def _open_teacher(student: SourceModel, teacher: str | Path) -> SourceModel:
             where=source.where,
             fix="Convert it to Hugging Face's format first: `converter recipes list` shows how",
         )
+    common = common_ids(Vocabulary.of(source), Vocabulary.of(student))
     if source.spec.vocab_size != student.spec.vocab_size:
         raise UnsupportedError(
-            f"the teacher has {source.spec.vocab_size} tokens and the converted model {student.spec.vocab_size}",
+            f"the teacher has {source.spec.vocab_size} rows and the converted model {student.spec.vocab_size}, and "
+            f"{common} of them have a token",
             where=source.where,
-            why="Logits can be compared over one vocabulary only",
+            why="healing compares logits row by row",
             fix="Name the very checkpoint that the model was converted from",
         )
-    tokenizers = [load_tokenizer(model.checkpoint.path) for model in (source, student)]
-    if tokenizers[0] is not None and tokenizers[1] is not None:
-        same_ids(tokenizers[0], tokenizers[1])
     return source
 
 

@@ -21,7 +21,7 @@ from converter.healing.parts import Learner, make_loop, roles_of
 from converter.healing.recorded import RECORDS
 from converter.healing.report import HealReport, write_reports
 from converter.healing.snapshots import Snapshots
-from converter.measure.models import load_transformers, pick_device
+from converter.measure.models import load, load_transformers, pick_device
 from converter.measure.verify import compare
 from converter.show.progress import Progress
 from converter.text.gather_heal import HealTexts, gather_heal_texts, listed
@@ -155,9 +155,8 @@ def _finish(job: Job, texts: HealTexts, report: HealReport, folder: Path, device
     if job.source is not None and whole:
         context = min(job.context, job.source.spec.context, job.converted.spec.context)
         measured = windows(texts.held_out, context, job.settings.evaluation_tokens)
-        source = load_transformers(job.source)
-        others = (load_transformers(each) for each in (job.converted, written))
-        before, after = (compare(source, other, measured, device) for other in others)
+        source = load(job.source).to(device)
+        before, after = (compare(source, load(each).to(device), measured) for each in (job.converted, written))
         report = dataclasses.replace(report, before=before, after=after)
     write_reports(report, job.converted.checkpoint.path, folder, job.theta)
     shutil.rmtree(folder / _WORK)

@@ -17,27 +17,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from converter.errors import ConverterError, VerificationError
-from converter.files.hub import local_path
-from converter.files.tokenizer import load_tokenizer, same_ids
+from converter.errors import ConverterError, UnsupportedError
 from converter.measure.metrics import Comparison, Figures, Tally
-from converter.measure.models import is_rotary, load_any, pick_device
-from converter.spec import Positions
+from converter.measure.models import RunnableCheckpoint, pick_device
+from converter.measure.verify import LOGITS, LONGEST_WINDOW
+from converter.measure.vocabulary import common_ids
+from converter.reference import RunningModel
 from converter.text.documents import Corpus, load_corpus
 from converter.text.windows import Ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     from converter.show.progress import Progress
-
-
-#: Longest context that is taken where none is given.
-_LONGEST = 2048
-
-
-#: Logits of one model that are held at once.
-_LOGITS = 60_000_000
 
 
 @dataclass(frozen=True)
@@ -104,21 +96,21 @@ def evaluate(
             raise ConverterError(f"a {name} of {value} leaves nothing to predict", fix=f"Choose {least} or more")
     device = pick_device(device)
     first = _Subject.open(listed[0], texts, max_tokens, device)
-    contexts = contexts or [min(_LONGEST, first.model.config.max_position_embeddings)]
-    evaluations = []
-    for number, path in enumerate(listed):
-        subject = first if number == 0 else _Subject.open(path, texts, max_tokens, device, reference=first)
-        evaluations.append(_evaluate(subject, first, contexts, stride, progress))
+    contexts = contexts or [min(LONGEST_WINDOW, first.checkpoint.model.context or LONGEST_WINDOW)]
+    evaluations = [_evaluate(first, first, contexts, stride, progress)]
+    for path in listed[1:]:  # no name keeps a model, so it is gone before the next one is loaded
+        evaluations.append(
+            _evaluate(_Subject.open(path, texts, max_tokens, device, first), first, contexts, stride, progress)
+        )
     return evaluations
 
 
 @dataclass(frozen=True, eq=False)
 class _Subject:
-    """A model, and the text in its tokens."""
+    """A checkpoint that runs, and the text in its tokens."""
 
     path: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerFast | None
+    checkpoint: RunnableCheckpoint
     corpus: Corpus
     no_kl: str | None
 
@@ -132,44 +124,29 @@ class _Subject:
         reference: _Subject | None = None,
     ) -> _Subject:
         """Load a model; its tokens are those of the reference where the two can be compared."""
-        local = local_path(path)
-        model = load_any(local).to(device).eval()
-        tokenizer = load_tokenizer(local if local.is_dir() else local.parent)
-        no_kl = None if reference is None else _difference(reference, model, tokenizer)
+        loaded = RunnableCheckpoint(path, device)
+        no_kl = None if reference is None else _difference(reference, loaded)
         if reference is not None and no_kl is None:
-            return cls(str(path), model, tokenizer or reference.tokenizer, reference.corpus, None)
-        config = model.config
-        opening = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
-        known = isinstance(opening, int) and 0 <= opening < config.vocab_size
-        end_of_text = opening if known else None
+            return cls(str(path), loaded, reference.corpus, None)
         corpus = load_corpus(
             texts,
-            tokenizer,
-            vocab_size=config.vocab_size,
-            end_of_text=end_of_text,
+            loaded.tokenizer,
+            vocab_size=loaded.vocabulary.rows,
+            end_of_text=loaded.opening,
             max_tokens=max_tokens if reference is None else None,
             max_documents=None if reference is None else reference.corpus.documents,  # the same text, in other tokens
         )
-        return cls(str(path), model, tokenizer, corpus, no_kl)
-
-    @property
-    def positions(self) -> int | None:
-        """How many positions it has learnt; None for rotary ones, which have no end."""
-        spec = getattr(self.model, "spec", None)  # the reference model's
-        rotary = spec.positions is not Positions.LEARNED if spec else is_rotary(self.model)
-        return None if rotary else int(self.model.config.max_position_embeddings)
+        return cls(str(path), loaded, corpus, no_kl)
 
 
-def _difference(reference: _Subject, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None) -> str | None:
+def _difference(reference: _Subject, loaded: RunnableCheckpoint) -> str | None:
     """Why a model has no KL to the first, in a line."""
-    sizes = [each.config.vocab_size for each in (reference.model, model)]
-    if sizes[0] != sizes[1]:
-        return f"its vocabulary has {sizes[1]} tokens, and that of {reference.path} {sizes[0]}"
-    if reference.tokenizer is not None and tokenizer is not None:
-        try:
-            same_ids(reference.tokenizer, tokenizer)
-        except VerificationError as error:
-            return f"its tokenizer is not that of {reference.path}: {error.what}"
+    try:
+        common = common_ids(reference.checkpoint.vocabulary, loaded.vocabulary)
+    except UnsupportedError as error:
+        return " ".join(f"{error.what}; {error.why}".split())
+    if int(reference.corpus.ids.max(initial=0)) >= common:
+        return f"the text has ids beyond the {common} that both models have"
     return None
 
 
@@ -180,19 +157,23 @@ def _evaluate(
     stride: int,
     progress: Progress | None,
 ) -> Evaluation:
-    size = _size_in_bytes(subject.corpus, subject.tokenizer)
+    tokenizer = subject.checkpoint.tokenizer
+    if subject.corpus is first.corpus and tokenizer is None:
+        tokenizer = first.checkpoint.tokenizer
+    size = _size_in_bytes(subject.corpus, tokenizer)
+    longest, first_longest = subject.checkpoint.model.longest, first.checkpoint.model.longest
     results, no_context = [], {}
     for context in contexts:
-        if subject.positions is not None and context > subject.positions:
-            no_context[context] = f"has learnt {subject.positions} positions, too few for a context of {context}"
+        if longest is not None and context > longest:
+            no_context[context] = f"has learnt {longest} positions, too few for a context of {context}"
             continue
-        comparable = subject.no_kl is None and (first.positions is None or context <= first.positions)
+        comparable = subject.no_kl is None and (first_longest is None or context <= first_longest)
         reference = first if comparable and subject is not first else subject
         step = min(stride, context - 1)
         spans = sorted(_spans(subject.corpus, context, step), key=len)
         if progress:
             progress.stage(f"{subject.path} at {context}", sum(map(len, spans)), unit="tokens")
-        found = _compare(reference.model, subject.model, subject.corpus, spans, progress)
+        found = _compare(reference.checkpoint.model, subject.checkpoint.model, subject.corpus, spans, progress)
         total = found.total
         results.append(
             AtContext(
@@ -210,10 +191,9 @@ def _evaluate(
     return Evaluation(subject.path, tuple(results), subject.no_kl, no_context)
 
 
-@torch.no_grad()
 def _compare(
-    reference: PreTrainedModel,
-    model: PreTrainedModel,
+    reference: RunningModel,
+    model: RunningModel,
     corpus: Corpus,
     spans: Sequence[_Span],
     progress: Progress | None,
@@ -223,12 +203,12 @@ def _compare(
         raise ConverterError("the text holds nothing to predict", fix="Give a longer one")
     longest = len(spans[-1])
     tally = Tally(longest)
-    rows = max(1, _LOGITS // model.config.vocab_size // longest)
+    rows = max(1, LOGITS // model.vocab_size // longest)
     for start in range(0, len(spans), rows):
         batch = spans[start : start + rows]
         ids, row, position, target = (torch.from_numpy(each).to(model.device) for each in _batch(corpus, batch))
-        logits = model(input_ids=ids, use_cache=False).logits[row, position]
-        other = logits if reference is model else reference(input_ids=ids, use_cache=False).logits[row, position]
+        logits = model.logits(ids)[row, position]
+        other = logits if reference is model else reference.logits(ids)[row, position]
         tally.add(other, logits, target, position)
         if progress:
             progress.advance(sum(map(len, batch)))

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from converter.text.windows import Windows
-
-if TYPE_CHECKING:
-    pass
-
 
 #: First positions of the buckets that figures are split by.
 _BUCKET_STARTS = (0, 1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192)
@@ -82,24 +78,31 @@ class Tally:
         self.max_logit = 0.0
 
     def add(self, source: Tensor, other: Tensor, targets: Tensor, positions: Tensor) -> None:
-        """Logits (N, V) of both models for the tokens `targets` (N,) that follow `positions` (N,)."""
+        """Logits (N, V) of both models for the tokens `targets` (N,) that follow `positions` (N,).
+
+        Where one has more rows than the other, of padding, the KL is that of the distributions over the common ids.
+        Each loss is the model's own, over all of its rows.
+        """
         rows = max(1, _CACHED // source.shape[1])
         for part in zip(*(each.split(rows) for each in (source, other, targets, positions)), strict=True):
             self._add(*part)
 
     def _add(self, source: Tensor, other: Tensor, targets: Tensor, positions: Tensor) -> None:
         log_p, log_q = source.double().log_softmax(-1), other.double().log_softmax(-1)
+        common_p, common_q = common_rows(log_p, log_q)
+        if common_p.shape != log_p.shape or common_q.shape != log_q.shape:
+            common_p, common_q = common_p.log_softmax(-1), common_q.log_softmax(-1)
         rows = torch.stack(
             [
                 torch.ones(len(targets), dtype=torch.float64, device=source.device),
-                (log_p.exp() * (log_p - log_q)).sum(-1),
+                (common_p.exp() * (common_p - common_q)).sum(-1),
                 -log_p.gather(1, targets[:, None])[:, 0],
                 -log_q.gather(1, targets[:, None])[:, 0],
                 (log_p.argmax(-1) == log_q.argmax(-1)).double(),
             ]
         )
         self.sums.index_add_(1, positions.cpu(), rows.cpu())
-        self.max_difference = larger(self.max_difference, (source - other).abs().max())
+        self.max_difference = larger(self.max_difference, difference(source, other))
         self.max_logit = larger(self.max_logit, source.abs().max())
 
     def comparison(self) -> Comparison:
@@ -117,6 +120,18 @@ class Tally:
         kl, source_loss, loss, agreement = (sums[1:] / count).tolist()
         last = first + int(used.max()) if len(used) else end - 1
         return Figures(first, last, int(count), kl, source_loss, loss, agreement)
+
+
+def common_rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries of logits (N, V) and (N, W) for the ids that both have."""
+    common = min(a.shape[-1], b.shape[-1])
+    return a[..., :common], b[..., :common]
+
+
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """Largest difference of two logits, over the ids that both have."""
+    one, two = common_rows(a, b)
+    return (one - two).abs().max()
 
 
 def larger(a: float, b: Tensor) -> float:

@@ -1,49 +1,133 @@
-"""Models that run: a checkpoint as transformers' own class, strictly and by clean names."""
+"""Models that run, behind one interface: transformers' own classes, strictly and by clean names, and ours."""
 
 from __future__ import annotations
 
 import time
+from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from converter import reference
-from converter.blocks import EMBEDDINGS, HEAD, BlockRef, blocks
+from converter.blocks import blocks
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families import Family, TargetFamily, get_family
-from converter.families.opened import SourceModel
+from converter.families.config import TOKEN_IDS
+from converter.families.opened import SourceModel, opening_of
 from converter.families.rotating import stored_orders
+from converter.files.hub import local_path
+from converter.files.tokenizer import load_tokenizer
+from converter.measure.metrics import batches
+from converter.measure.vocabulary import Vocabulary
+from converter.reference import ReferenceModel, RunningModel
 from converter.text.windows import Windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-from converter.measure.metrics import batches
+
+#: Names of the length of a sequence in transformers' configs. Those of the first have a table of so many positions,
+#: unless they rotate; models with ALiBi have no end.
+_CONTEXT = ("max_position_embeddings", "max_seq_len", "seq_length", "n_ctx")
 
 
-def tokens_per_second(model: PreTrainedModel, windows: Windows, device: str = "cpu") -> float:
+class TransformersModel(RunningModel):
+    """A model of one of transformers' own classes."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        config = model.config.get_text_config(decoder=True)
+        self.vocab_size = int(config.vocab_size)
+        stated = (getattr(config, name, None) for name in _CONTEXT)
+        self.context = next((length for length in stated if isinstance(length, int)), None)
+        table = getattr(config, _CONTEXT[0], None)
+        self.longest = None if is_rotary(model) or not isinstance(table, int) else table
+
+    @property
+    def device(self) -> torch.device:
+        return cast(torch.device, self.model.device)
+
+    def to(self, device: str | torch.device) -> TransformersModel:
+        self.model.to(device)
+        return self
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return found
+
+
+def tokens_per_second(model: RunningModel, windows: Windows) -> float:
     """Speed of a forward over full windows on this machine, the best of three after a warm-up."""
-    ids = torch.from_numpy(windows.ids[next(batches(windows))]).to(device)
+    ids = torch.from_numpy(windows.ids[next(batches(windows))]).to(model.device)
     times = []
-    with torch.no_grad():
-        for _ in range(4):
-            started = time.perf_counter()
-            float(model(input_ids=ids, use_cache=False).logits[0, 0, 0])
-            times.append(time.perf_counter() - started)
+    for _ in range(4):
+        started = time.perf_counter()
+        float(model.logits(ids)[0, 0, 0])
+        times.append(time.perf_counter() - started)
     return ids.numel() / min(times[1:])
+
+
+class RunnableCheckpoint:
+    """A checkpoint by path or Hub id, through its family where we know it, by transformers alone otherwise.
+
+    It has a tokenizer, the token that opens a document, and a model that is loaded when it is first asked for.
+    Raises a ConverterError for whatever is wrong with it, ids of the tokenizer without a row included.
+    """
+
+    def __init__(self, path: str | Path, device: str = "cpu") -> None:
+        self.name, self._device = str(path), device
+        local = local_path(path)
+        try:
+            self._source: SourceModel | None = SourceModel.open(local)
+        except UnsupportedError as error:
+            self._source, plain = None, _load_unknown(local, error)
+            self.model = TransformersModel(plain).to(device)
+            self.tokenizer, self.opening = load_tokenizer(local), _opening(plain)
+            rows = self.model.vocab_size
+        else:
+            self.tokenizer, self.opening = self._source.tokenizer, self._source.opening
+            rows = self._source.spec.vocab_size
+        self.vocabulary = Vocabulary(self.name, rows, self.tokenizer)
+        self.vocabulary.check()
+
+    @cached_property
+    def model(self) -> RunningModel:
+        """The model, on its device."""
+        assert self._source is not None
+        return load(self._source).to(self._device)
+
+
+def _opening(model: PreTrainedModel) -> int | None:
+    """The token that opens a document for a model of transformers, as its two configs name it."""
+    ids = {}
+    for key in TOKEN_IDS:
+        stated = (getattr(config, key, None) for config in (model.config, model.generation_config))
+        ids[key] = next((token for token in stated if token is not None), None)
+    opening = opening_of(ids)
+    return opening if opening is not None and 0 <= opening < model.config.vocab_size else None
+
+
+def load(source: SourceModel) -> RunningModel:
+    """A checkpoint by transformers' own class, or by the reference forward where transformers has none."""
+    if source.family.model_class is None and source.family.stand_in is None:
+        return ReferenceModel(source.spec, lambda ref: source.read_block(ref, torch.float32))
+    return TransformersModel(load_transformers(source))
 
 
 def load_transformers(source: SourceModel) -> PreTrainedModel:
     """A checkpoint as transformers' own class in fp32, by clean names and strictly: nothing stays random.
 
     transformers itself would silently leave weights random whose names carry a wrapper such as
-    `module.` or `_orig_mod.`. A family that it has no class for runs as its stand-in.
+    `module.` or `_orig_mod.`. A family that it has no class for runs as its stand-in; without one it is an error.
     """
     quiet_transformers()
     if source.family.model_class is None and source.family.stand_in is None:
-        return cast("PreTrainedModel", ReferenceModel(source).eval())
+        raise UnsupportedError(
+            f"transformers has no class that runs a {source.family.name}",
+            where=source.where,
+            fix="Convert it to Hugging Face's format first: `converter recipes list` shows how",
+        )
     if source.family.stand_in is None:
         family, config, state = _as_stored(source)
     else:
@@ -102,8 +186,6 @@ def load_plain(path: Path) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     quiet_transformers()
-    if not (path / "config.json").exists():  # a format that transformers does not read
-        return load_transformers(SourceModel.open(path))
     model, info = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, output_loading_info=True, local_files_only=True, trust_remote_code=False
     )
@@ -112,6 +194,23 @@ def load_plain(path: Path) -> PreTrainedModel:
         raise CheckpointError("transformers does not find its tensors in the files", where=str(path), why=str(faults))
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def load_written(path: Path) -> RunningModel:
+    """A result as its readers load it: by transformers alone, or by our own reader where transformers has none."""
+    if (path / "config.json").exists():
+        return TransformersModel(load_plain(path))
+    return load(SourceModel.open(path))
+
+
+def _load_unknown(path: Path, error: UnsupportedError) -> PreTrainedModel:
+    """A checkpoint of a family that we do not know; raises what our own reader said where transformers fails too."""
+    try:
+        return load_plain(path)
+    except ConverterError:
+        raise
+    except Exception:
+        raise error from None
 
 
 def pick_device(device: str) -> str:
@@ -128,47 +227,9 @@ def is_rotary(model: PreTrainedModel) -> bool:
     return hasattr(model.base_model, "rotary_emb")
 
 
-def load_any(path: Path) -> PreTrainedModel:
-    """Through our family where we know it, plainly otherwise."""
-    try:
-        return load_transformers(SourceModel.open(path))
-    except UnsupportedError as error:
-        try:
-            return load_plain(path)
-        except ConverterError:
-            raise
-        except Exception:
-            raise error from None
-
-
 def quiet_transformers() -> None:
     """No progress bars and no advice from transformers between our own lines."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-class ReferenceModel(torch.nn.Module):
-    """A whole checkpoint in memory, in fp32; a forward gives `logits` (B, T, V)."""
-
-    def __init__(self, source: SourceModel) -> None:
-        super().__init__()
-        self.spec = source.spec
-        self.config = SimpleNamespace(
-            vocab_size=source.spec.vocab_size, max_position_embeddings=source.spec.context, **source.token_ids()
-        )
-        refs = [EMBEDDINGS, *(BlockRef("layer", index) for index in range(source.spec.num_layers)), HEAD]
-        self._blocks = [dict(source.read_block(ref, torch.float32)) for ref in refs]
-
-    def to(self, *arguments: Any, **keywords: Any) -> ReferenceModel:
-        """Move every block."""
-        self._blocks = [{role: t.to(*arguments, **keywords) for role, t in block.items()} for block in self._blocks]
-        return self
-
-    def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
-        """Logits of token ids (B, T)."""
-        states = reference.run_embeddings(self._blocks[0], self.spec, input_ids)
-        for index, block in enumerate(self._blocks[1:-1]):
-            states = reference.run_layer(block, self.spec, index, states)
-        return SimpleNamespace(logits=reference.run_head(self._blocks[-1], self.spec, states))

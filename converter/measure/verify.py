@@ -1,41 +1,35 @@
-"""Compare two checkpoints on text. Both run as transformers' own classes."""
+"""Compare two checkpoints on text. Each runs as transformers' own class, or by ours where transformers has none."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from converter.errors import CheckpointError, ConverterError, UnsupportedError
-from converter.files.hub import local_path
-from converter.files.tokenizer import load_tokenizer, same_ids
+from converter.errors import CheckpointError, ConverterError
+from converter.measure.metrics import Comparison, Tally, batches, predictions
+from converter.measure.models import RunnableCheckpoint, pick_device
+from converter.measure.vocabulary import common_ids
+from converter.reference import RunningModel
 from converter.text.windows import Windows, as_paths, read_documents, windows
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-from converter.measure.metrics import Comparison, Tally, batches, predictions
-from converter.measure.models import load_any, pick_device
+#: Longest window that is taken where none is given.
+LONGEST_WINDOW = 2048
+#: Logits of one model that are held at once.
+LOGITS = 60_000_000
 
 
-def compare(source: PreTrainedModel, other: PreTrainedModel, windows: Windows, device: str = "cpu") -> Comparison:
-    """Run two transformers models over the same windows."""
-    tally = Tally(windows.ids.shape[1])
-    models = [model.to(device).eval() for model in (source, other)]
-    vocabularies = {model.config.vocab_size for model in models}
-    if len(vocabularies) > 1:
-        raise UnsupportedError(
-            f"the two models have vocabularies of {' and '.join(map(str, sorted(vocabularies)))} tokens",
-            why="a KL needs the same tokens on both sides",
-        )
-    with torch.no_grad():
-        for batch in batches(windows, tokens=max(windows.ids.shape[1], 60_000_000 // vocabularies.pop())):
-            ids = torch.from_numpy(windows.ids[batch]).to(device)
-            rows, positions, targets = (t.to(device) for t in predictions(windows, batch))
-            logits = [model(input_ids=ids, use_cache=False).logits for model in models]
-            tally.add(logits[0][rows, positions], logits[1][rows, positions], targets, positions)
+def compare(source: RunningModel, other: RunningModel, windows: Windows) -> Comparison:
+    """Run two models of the same tokens over the same windows, on one device."""
+    length = windows.ids.shape[1]
+    tally = Tally(length)
+    for batch in batches(windows, tokens=max(length, LOGITS // max(source.vocab_size, other.vocab_size))):
+        ids = torch.from_numpy(windows.ids[batch]).to(source.device)
+        rows, positions, targets = (t.to(source.device) for t in predictions(windows, batch))
+        theirs, ours = (model.logits(ids)[rows, positions] for model in (source, other))
+        tally.add(theirs, ours, targets, positions)
     return tally.comparison()
 
 
@@ -50,27 +44,22 @@ def verify(
 ) -> Comparison:
     """How far checkpoint `b` is from checkpoint `a` on text, by position bucket; each a path or a Hub id.
 
-    At most `tokens` tokens, spread over the text, in windows of `context` (0: as long as both models
-    allow, up to 2048). Raises a ConverterError where the two cannot be compared.
+    At most `tokens` tokens, spread over the text, in windows of `context` (0: as long as both models were made for,
+    up to 2048). Raises a ConverterError where the two cannot be compared. Padding rows of embeddings, which have no
+    token, are left out of the KL where only one of the two has them.
     """
     device = pick_device(device)
-    paths = [local_path(a), local_path(b)]
-    tokenizers = [load_tokenizer(path if path.is_dir() else path.parent) for path in paths]
-    if tokenizers[0] is not None and tokenizers[1] is not None:
-        same_ids(tokenizers[0], tokenizers[1])
-    models = [load_any(path) for path in paths]
-    config = models[0].config
-    longest = min(2048, *(model.config.max_position_embeddings for model in models))
+    first, second = (RunnableCheckpoint(path, device) for path in (a, b))
+    common = common_ids(first.vocabulary, second.vocabulary)
+    documents = read_documents(
+        as_paths(text), first.tokenizer or second.tokenizer, vocab_size=common, end_of_text=first.opening
+    )
+    models = (first.model, second.model)
+    longest = min((model.longest for model in models if model.longest is not None), default=context)
     if context > longest:
         raise ConverterError(f"the models see {longest} tokens at most", where=f"--context {context}")
-    opening = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
-    documents = read_documents(
-        as_paths(text),
-        tokenizers[0] or tokenizers[1],
-        vocab_size=config.vocab_size,
-        end_of_text=opening if isinstance(opening, int) and opening < config.vocab_size else None,
-    )
-    return compare(models[0], models[1], windows(documents, context or longest, tokens), device)
+    made_for = (model.context for model in models if model.context is not None)
+    return compare(*models, windows(documents, context or min([LONGEST_WINDOW, *made_for]), tokens))
 
 
 def expected_kl(path: Path) -> float | None:

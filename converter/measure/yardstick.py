@@ -13,17 +13,19 @@ from pathlib import Path
 
 import torch
 
-from converter.blocks import HEAD, blocks
-from converter.conversion.streams import Streams, Variant, logits
+from converter import reference
+from converter.blocks import blocks
 from converter.errors import UnsupportedError
 from converter.families.opened import SourceModel
-from converter.measure.metrics import Figures, Tally
+from converter.measure.metrics import Figures, Tally, batches, predictions
 from converter.text.gather import source_documents
 from converter.text.windows import Windows, windows
 
 SHIFTS = (1, 4, 16, 64)
 #: Tokens that each shift is measured on.
 _TOKENS = 8192
+#: Predictions whose logits are computed at once.
+_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -57,22 +59,29 @@ def yardstick(source: SourceModel, text: Windows, device: str = "cpu") -> tuple[
     rows = max(1, _TOKENS // length)
     text = Windows(text.ids[:rows, :length], text.lengths[:rows].clip(max=length))
     variants = [(0, True), *((shift, kept) for shift in shifts for kept in (False, True))]
-    streams = {
-        variant: Streams(text, [0], torch.float32, torch.device(device), _positions(length, *variant).to(device))
-        for variant in variants
-    }
+    parts = list(batches(text))
+    states: dict[tuple[int, bool], list[torch.Tensor]] = {}
     for ref in blocks(spec):
-        block = Variant(source.read_block(ref, torch.float32, device), spec)
-        if ref == HEAD:
-            break
-        for each in streams.values():
-            each.advance(0, block, ref)
+        roles = source.read_block(ref, torch.float32, device)
+        if ref.kind == "embeddings":
+            ids = [torch.from_numpy(text.ids[part]).to(device) for part in parts]
+            for variant in variants:
+                shifted = _positions(length, *variant).to(device)
+                states[variant] = [reference.run_embeddings(roles, spec, each, shifted) for each in ids]
+        elif ref.kind == "layer":
+            for each in states.values():
+                each[:] = [reference.run_layer(roles, spec, ref.index, part) for part in each]
     results = []
     for variant in variants[1:]:
         tally = Tally(length)
-        heads = {v: (block, streams[v].states[0]) for v in (variants[0], variant)}
-        for found, targets, positions in logits(text, heads, torch.device(device)):
-            tally.add(found[variants[0]], found[variant], targets, positions)
+        for number, part in enumerate(parts):
+            rows, positions, targets = predictions(text, part)
+            for some in torch.arange(len(targets)).split(_ROWS):
+                own, moved = (
+                    reference.run_head(roles, spec, states[each][number][rows[some], positions[some]])
+                    for each in (variants[0], variant)
+                )
+                tally.add(own, moved, targets[some].to(device), positions[some])
         results.append(Shifted(*variant, tally.comparison().total))
     return tuple(results)
 
