@@ -336,7 +336,7 @@ def _check_against_walk(claimed: Comparison, found: Comparison, folder: Path, ev
     raise VerificationError(
         f"the written files are {found.total.kl:.3e} nats per token from the source, and the conversion "
         f"measured {claimed.total.kl:.3e}",
-        why="what was written computes something else than what was converted: " + _parting(folder, evaluation),
+        why="a reader computes something else from the files than the conversion did: " + _parting(folder, evaluation),
         fix="This is a defect; please report it with the output of inspect",
     )
 
