@@ -7,11 +7,23 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+#: Characters of a part of a message; the middle of a longer one, which quotes the input, is left out.
+_LONGEST = 800
+
 
 def paragraph(*parts: str | None) -> str:
-    """Parts as sentences, each but the first with a capital."""
-    sentences = (part if part.endswith((".", "?", "!")) else part + "." for part in parts if part)
+    """Parts as sentences on one line, each but the first with a capital; what the input puts in is made printable."""
+    printable = (_printable(part) for part in parts if part)
+    sentences = (part if part.endswith((".", "?", "!")) else part + "." for part in printable if part)
     return " ".join(sentence[0].upper() + sentence[1:] if n else sentence for n, sentence in enumerate(sentences))
+
+
+def _printable(text: str) -> str:
+    """One line of a length that people read; control characters, which could steer a terminal, as Python escapes."""
+    text = " ".join(text.split())
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} [...] {text[-_LONGEST // 2 :]}"
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 class ConverterError(Exception):

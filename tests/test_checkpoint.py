@@ -11,8 +11,10 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 
+import models
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -558,3 +560,21 @@ def test_memory_stays_at_the_largest_tensor(tmp_path_factory: pytest.TempPathFac
     )
     shutil.rmtree(folder)
     assert int(grown) < limit << 20, f"grew by {int(grown) >> 20} MB of a 400 MB file"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name, tmp_path):
+    folder = models.save(models.gpt2(), tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name}: this is a pipe or a device"):
+        Checkpoint.open(folder)
+
+
+def test_a_compressed_pickle_is_refused_before_it_is_unpacked(tmp_path):
+    folder = models.save(models.gpt2(), tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(10_000_000))
+    with pytest.raises(CheckpointError, match="is compressed"):
+        Checkpoint.open(folder)

@@ -310,3 +310,13 @@ def test_a_failed_conversion_ends_with_1(source: Path, tmp_path: Path, monkeypat
     assert result.exit_code == 1
     assert "exact op 'untie_head' changed the function" in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_what_the_input_puts_into_a_message_is_one_printable_line(tmp_path):
+    model = models.save(models.gpt2(), tmp_path / "model", **{"odd\n\x1b[31m\ud800name": "x" * 100_000})
+    result = run("inspect", model)
+    assert result.exit_code == 2
+    (line,) = result.output.splitlines()
+    assert line.isprintable()
+    assert r"\x1b[31m\ud800name" in line
+    assert len(line) < 2_000

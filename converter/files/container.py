@@ -80,6 +80,9 @@ def find_container(path: Path) -> Container:
 
     if not path.exists():
         raise CheckpointError("there is no such file or folder", where=str(path))
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if not file.name.startswith("."):
+            refuse_special(file)
     for container in (NanoGPTFile(), LlamaMetaFolder(), GGUFContainer(), HuggingFaceFolder()):
         if container.recognises(path):
             return container
@@ -109,8 +112,17 @@ def read_json(path: Path, on_fault: OnFault) -> dict[str, Any]:
     return value
 
 
+def refuse_special(path: Path) -> None:
+    """Stop at a pipe or a device, which reading would wait for or never end with."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise CheckpointError(
+            "this is a pipe or a device", where=str(path), why="Only files are read", fix="Put a plain file there."
+        )
+
+
 def refuse_placeholder(path: Path) -> None:
     """Stop at a file that only stands for one."""
+    refuse_special(path)
     with path.open("rb") as file:
         start = file.read(len(_LFS_POINTER))
     if not start:

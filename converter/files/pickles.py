@@ -92,6 +92,8 @@ class TorchFile:
     def _load(self) -> Any:
         import torch
 
+        if self._mapped:
+            _refuse_compressed(self.path)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns of pickle protocols that it then refuses
@@ -170,6 +172,22 @@ class TorchFile:
     def _resave(self) -> str:
         saved = "model.state_dict()" if self._entry is None else f"{{'{self._entry}': model.state_dict(), ...}}"
         return f"Where you trust the file, load it and save its tensors alone: torch.save({saved}, ...)."
+
+
+def _refuse_compressed(path: Path) -> None:
+    """Stop at a zip file whose entries may unpack to any size: torch.save stores them as they are."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        return  # torch says what is wrong
+    if packed:
+        raise CheckpointError(
+            f"the entry '{packed[0]}' is compressed",
+            where=str(path),
+            why="torch.save never compresses, and what it unpacks to has no bound",
+            fix="Unpack the file with a zip program and pack it again without compression, if you trust it",
+        )
 
 
 def _is_plain(value: Any) -> bool:
