@@ -110,7 +110,7 @@ def recipe_reports(
                     f"  {step.name:<28} KL {total.kl:.5f}  loss {total.loss_increase:+.5f}  top-1 {total.agreement:.2%}"
                 )
                 for name, values in step.errors.items():
-                    print(f"      {name}: " + " ".join(f"{value:.1%}" for value in values))
+                    print(f"      {name}: " + " ".join(f"{value:.1%}" for value in values.values()))
     return reports
 
 

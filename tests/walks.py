@@ -42,8 +42,9 @@ class Walked:
         return self.findings.comparisons[names.index(name)].total.kl
 
     def errors(self, name: str) -> dict[str, list[float]]:
-        """Errors that the op of this name noted."""
-        return self.findings.errors[[step.op.name for step in self.plan.steps].index(name)]
+        """Errors that the op of this name noted, layer by layer."""
+        noted = self.findings.errors[[step.op.name for step in self.plan.steps].index(name)]
+        return {each: list(values.values()) for each, values in noted.items()}
 
 
 def source(folder: Path, **facts: Any) -> SourceModel:

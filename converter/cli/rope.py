@@ -120,7 +120,7 @@ def swap(
     click.echo(f"Moved {report.tensors} tensors from {report.layout_before} to {report.layout_after}.")
     for who, layout in report.voices.items():
         click.echo(f"  {who}: {layout}")
-    if not adapter:
+    if report.score_error is not None:
         click.echo(f"Attention scores at 256 positions differ by {report.score_error:.1e} of the largest.")
     for note in report.notes:
         click.echo(f"Note: {note}.")

@@ -28,8 +28,8 @@ class StepReport:
     needed: bool
     dropped: tuple[Dropped, ...]
     facts: dict[str, float]
-    #: Relative errors that the op noted, block by block.
-    errors: dict[str, list[float]] = field(default_factory=dict)
+    #: Relative errors that the op noted, by their name and by block: "layers.0", "head".
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
     #: Mean relative error of the states after each block, against the source's; empty where nothing was measured.
     drift: tuple[float, ...] = ()
     #: The part of it that each block makes by itself, fed the source's states.

@@ -42,8 +42,8 @@ class Findings:
     dropped: list[list[Dropped]]
     #: Facts that the op noted, summed over the blocks.
     facts: list[dict[str, float]]
-    #: Relative errors that the op noted, block by block.
-    errors: list[dict[str, list[float]]]
+    #: Relative errors that the op noted, by their name and by block.
+    errors: list[dict[str, dict[str, float]]]
     #: Drift of the states after each block from the source's, see `Streams.drift`.
     drifts: list[list[float]]
     #: The part of it that the block makes by itself, see `Streams.own_error`.
@@ -64,7 +64,7 @@ class Findings:
         for key, value in notes.facts.items():
             self.facts[step][key] = self.facts[step].get(key, 0.0) + value
         for key, value in notes.errors.items():
-            self.errors[step].setdefault(key, []).append(value)
+            self.errors[step].setdefault(key, {})[str(notes.block)] = value
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

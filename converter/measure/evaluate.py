@@ -199,9 +199,7 @@ def _compare(
     progress: Progress | None,
 ) -> Comparison:
     """Both models over the same windows, in the order of their lengths; a model against itself runs once."""
-    if not spans:
-        raise ConverterError("the text holds nothing to predict", fix="Give a longer one")
-    longest = len(spans[-1])
+    longest = len(spans[-1]) if spans else 1
     tally = Tally(longest)
     rows = max(1, LOGITS // model.vocab_size // longest)
     for start in range(0, len(spans), rows):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from converter.errors import ConverterError
 from converter.text.windows import Windows
 
 #: First positions of the buckets that figures are split by.
@@ -106,7 +107,9 @@ class Tally:
         self.max_logit = larger(self.max_logit, source.abs().max())
 
     def comparison(self) -> Comparison:
-        """What was added up."""
+        """What was added up. Raises ConverterError where that is nothing."""
+        if not self.sums[0].any():
+            raise ConverterError("the text holds nothing to predict", fix="Give a longer one")
         context = self.sums.shape[1]
         starts = [start for start in _BUCKET_STARTS if start < context]
         edges = zip(starts, [*starts[1:], context], strict=True)

@@ -80,7 +80,7 @@ def swap_adapter(
         (output.partial / STAMP).write_text(stamped(folder, source, settlement, to, len(moves)), encoding="utf-8")
         output.commit()
     moved = sum(move.nbytes for move in moves)
-    return SwapReport(settlement.layout.value, to.value, len(moves), moved, 0.0, settlement.voices)
+    return SwapReport(settlement.layout.value, to.value, len(moves), moved, None, settlement.voices)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -39,8 +39,8 @@ class SwapReport:
     layout_after: str
     tensors: int
     bytes_moved: int
-    #: Largest relative difference of attention scores at 256 positions.
-    score_error: float
+    #: Largest relative difference of attention scores at 256 positions; None where they were not compared.
+    score_error: float | None
     voices: dict[str, str]
     notes: tuple[str, ...] = ()
     left_behind: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ def _through_conversion(
     convert(source.checkpoint.opened, target, recipe=recipe, text=texts, overwrite=overwrite)
     needed = step.needed(source.spec)
     tensors = len(list(rotating_mappings(source))) if needed else 0
-    return SwapReport(settlement.layout.value, to.value, tensors, 0, 0.0, settlement.voices)
+    return SwapReport(settlement.layout.value, to.value, tensors, 0, None, settlement.voices)
 
 
 def look(source: SourceModel, text: Path | None) -> Detection:
@@ -165,7 +165,7 @@ def make_report(
     moves: list[Move],
     settlement: Settlement,
     to: RopeLayout,
-    error: float,
+    error: float | None,
     left_behind: tuple[str, ...] = (),
 ) -> SwapReport:
     """The report of a finished swap."""

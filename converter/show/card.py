@@ -34,7 +34,7 @@ def model_card(report: ConversionReport) -> str:
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n',
         "## What each step cost\n",
-        f"Measured on: {report.text}. Exact ops keep the function up to rounding, lossy ones change it. "
+        f"{_measured(report)} Exact ops keep the function up to rounding, lossy ones change it. "
         "KLs are cumulative and do not add.\n",
         markdown(damage_table(report)) + "\n",
     ]
@@ -73,6 +73,11 @@ def model_card(report: ConversionReport) -> str:
             "figures and the sha256 of the source.\n"
         )
     return "\n".join(parts)
+
+
+def _measured(report: ConversionReport) -> str:
+    """What the figures were measured on, in a sentence."""
+    return f"Measured on: {report.text}." if report.verification is not None else "Nothing was measured on text."
 
 
 def card_section(report: HealReport) -> str:

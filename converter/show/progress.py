@@ -8,10 +8,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress as RichProgress
 
 #: Width of what goes to a file or a pipe.
 _WIDTH = 120
+
+
+def plain_console(**options: Any) -> Console:
+    """A console that prints every text as it is: names of users' files may look like rich's markup, "[old] gpt2"."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 class Progress:
@@ -42,7 +50,7 @@ class Bars(Progress):
     def say(self, text: str) -> None:
         """A line that stays."""
         if not self._hidden:
-            self._bars.console.print(text, highlight=False)
+            self._bars.console.print(text)
 
     def stage(self, name: str, total: int, done: int = 0, unit: str = "bytes") -> None:
         """A new bar."""
@@ -75,12 +83,12 @@ def _of_a_step(figures: Mapping[str, float]) -> str:
 @contextmanager
 def progress(hidden: bool) -> Iterator[Bars]:
     """Bars where stderr is a terminal; without one, or `hidden`, only what is said, or nothing."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
+    name, figures = (TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[figures]}"))
+    columns = (name, BarColumn(), figures)
     terminal = sys.stderr.isatty()
-    console = Console(stderr=True, width=None if terminal else _WIDTH)
+    console = plain_console(stderr=True, width=None if terminal else _WIDTH)
     silent = hidden or not terminal
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=silent, transient=True) as bars:
         yield Bars(bars, hidden)
@@ -88,8 +96,6 @@ def progress(hidden: bool) -> Iterator[Bars]:
 
 def print_all(tables: Iterable[Any]) -> None:
     """Tables and lines on stdout."""
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = plain_console(width=None if sys.stdout.isatty() else _WIDTH)
     for table in tables:
         console.print(table)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from converter.blocks import LINEARS, Dropped
 
@@ -24,16 +23,19 @@ if TYPE_CHECKING:  # `inspect` prints its tables without torch
 
 def damage_table(report: ConversionReport) -> Table:
     """Cumulative damage by op."""
-    table = Table(title="Damage by op, cumulative, nats per token on held-out text", title_justify="left")
-    for heading in ("after op", "kind", "KL to source", "loss", "against source", "top-1 agreement"):
-        table.add_column(heading, justify="left" if heading in ("after op", "kind") else "right")
     first = next((step.comparison.total for step in report.steps if step.comparison), None)
+    measured = ", cumulative, nats per token on held-out text" if first is not None else ": nothing was measured"
+    table = Table(title=f"Damage by op{measured}", title_justify="left")
+    for heading in ("after op", "kind"):
+        table.add_column(heading)
+    for heading in ("KL to source", "loss", "against source", "top-1 agreement") if first is not None else ():
+        table.add_column(heading, justify="right")
     if first is not None:
         table.add_row("source", "", "", f"{first.source_loss:.4f}", "", "")
     for step in report.steps:
         kind = ("exact" if step.exact else "lossy") if step.needed else "not needed"
-        total = step.comparison.total if step.comparison else None
-        table.add_row(step_title(step.name, step.parameters), kind, *(_figure_cells(total) if total else [""] * 4))
+        figures = _figure_cells(step.comparison.total) if step.comparison else []
+        table.add_row(step_title(step.name, step.parameters), kind, *figures)
     return table
 
 
@@ -84,14 +86,17 @@ def cost_table(report: ConversionReport) -> Table:
 
 
 def errors_table(report: ConversionReport) -> Table:
-    """Relative errors that the ops noted, a row a layer."""
+    """Relative errors that the ops noted, a row a layer, and one for embeddings and head where there is something."""
     columns = [(f"{step.name}, {name}", values) for step in report.steps for name, values in step.errors.items()]
     table = Table(title="Relative errors of single layers, on calibration text", title_justify="left")
     table.add_column("layer", justify="right")
     for heading, _ in columns:
         table.add_column(heading, justify="right")
-    for layer, row in enumerate(zip(*(values for _, values in columns), strict=True)):
-        table.add_row(str(layer), *(f"{value:.2%}" for value in row))
+    noted = {block for _, values in columns for block in values}
+    layers = sorted(noted - {"embeddings", "head"}, key=lambda block: int(block.removeprefix("layers.")))
+    for block in (*(noted & {"embeddings"}), *layers, *(noted & {"head"})):
+        cells = (_cell(values.get(block), ".2%") for _, values in columns)
+        table.add_row(block.removeprefix("layers."), *cells)
     return table
 
 
@@ -150,7 +155,7 @@ def inspection_table(found: Inspection) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     for each in found.warnings:
-        table.add_row("[yellow]note", each)
+        table.add_row(Text("note", style="yellow"), each)
     return table
 
 
@@ -162,7 +167,7 @@ def mapping_table(found: Inspection) -> Table:
     for row in found.mapping:
         table.add_row(row.tensor, "x".join(map(str, row.shape)), row.roles, row.how)
     for each in found.dropped:
-        table.add_row(each.name, "", "[dim]dropped", each.reason)
+        table.add_row(each.name, "", Text("dropped", style="dim"), each.reason)
     return table
 
 
@@ -242,8 +247,7 @@ def collapse(dropped: Sequence[Dropped]) -> list[Dropped]:
 
 def markdown(table: Table) -> str:
     """A rich table's cells as a Markdown table."""
-    console = Console(file=io.StringIO())
-    columns = [[str(console.render_str(str(cell))) for cell in column.cells] for column in table.columns]
+    columns = [[str(cell).replace("|", r"\|") for cell in column.cells] for column in table.columns]
     headings = [str(column.header) for column in table.columns]
     rules = ["---:" if column.justify == "right" else "---" for column in table.columns]
     rows = [headings, rules, *map(list, zip(*columns, strict=True))]
