@@ -66,10 +66,8 @@ def block_shapes(spec: ModelSpec, block: BlockRef) -> dict[str, tuple[int, ...]]
         del linears["gate"]
     norms = ("attn_norm", "mlp_norm") + (("attn_out_norm", "mlp_out_norm") if spec.sandwich_norm else ())
     shapes = {role: shape for norm in norms for role, shape in _norm_shapes(norm, hidden, spec.norm_bias).items()}
-    for linear, shape in linears.items():
-        shapes[f"{linear}.weight"] = shape
-        if linear in spec.biases:
-            shapes[f"{linear}.bias"] = shape[:1]
+    shapes |= {f"{linear}.weight": shape for linear, shape in linears.items()}
+    shapes |= {f"{linear}.bias": shape[:1] for linear, shape in linears.items() if linear in spec.biases}
     if spec.qk_norm is not None:
         full = spec.qk_norm is QKNorm.FULL
         shapes["q_norm.weight"] = (spec.query_size if full else spec.head_dim,)

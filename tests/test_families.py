@@ -15,7 +15,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
-from converter.families.gpt2 import ACTIVATIONS
+from converter.families.fields import ACTIVATIONS
 from converter.families.opened import SourceModel
 from converter.measure.models import load_transformers
 from converter.spec import Activation

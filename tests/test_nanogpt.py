@@ -296,7 +296,7 @@ def test_biases_that_the_config_denies(tmp_path: Path) -> None:
     assert "unknown to family 'nanogpt'" in refusal(write(tmp_path, content), UnsupportedError)
     content = saved(Model(bias=False))
     content["model_args"]["bias"] = True
-    assert "c_attn.bias' is missing" in refusal(write(tmp_path, content))
+    assert "'h.0.ln_1.bias' is missing" in refusal(write(tmp_path, content))
 
 
 # What is not nanoGPT's, and what is not safe

@@ -1,8 +1,8 @@
 """Families: one small file for each checkpoint format, found by decorator or entry point.
 
-A family says how its `config.json` becomes a `ModelSpec` and which tensor is which role. To add one,
-write a file here that defines a class under `@family`, or publish it from another package under the
-entry point group `converter.families`.
+A family says how its `config.json` becomes a `ModelSpec` and which tensor is which role, mostly in data: `fields`,
+`facts` and `modules`. To add one, write a file here that defines a class under `@family`, or publish it from another
+package under the entry point group `converter.families` (docs/plug-ins.md).
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from converter.blocks import BlockRef, block_shapes
+from converter.blocks import LINEARS, BlockRef, block_shapes
 from converter.errors import CheckpointError, UnsupportedError, did_you_mean
 from converter.families.config import ConfigReader
-from converter.families.mapping import Drop, TensorMapping
-from converter.spec import ModelSpec, Norm
+from converter.families.fields import ACTIVATIONS, Fields, read_facts
+from converter.families.holding import ANY_DECODER, refuse_others
+from converter.families.mapping import Direct, Drop, FusedLayout, FusedQKV, Shared, TensorMapping, Transposed
+from converter.spec import Activation, ModelSpec, Norm, RopeLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,11 +34,24 @@ class Family(ABC):
     #: The name in recipes, and `model_type` in the config.
     name: ClassVar[str]
     #: What stands before every tensor name but those in `unprefixed`. Files without it are read too.
-    prefix: ClassVar[str]
+    prefix: ClassVar[str] = ""
     unprefixed: ClassVar[tuple[str, ...]] = ("lm_head.weight",)
-    #: Names, without the prefix, of the embedding and of the output head.
-    embedding: ClassVar[str]
-    head: ClassVar[str] = "lm_head.weight"
+    #: Fact of the spec -> the config's field and its default (`fields.Fields`).
+    fields: ClassVar[Fields] = {}
+    #: Facts of the spec that are the same for every checkpoint of the family.
+    facts: ClassVar[Mapping[str, Any]] = {}
+    #: Config fields that do not change the function, with the reason.
+    ignored: ClassVar[Mapping[str, str]] = {}
+    activations: ClassVar[Mapping[str, Activation]] = ACTIVATIONS
+    #: How rotary rows are paired, where the model has RoPE.
+    layout: ClassVar[RopeLayout] = RopeLayout.HALF_SPLIT
+    #: Part of a block, as "q" or "final_norm" -> the module that holds it, without the prefix; `{}` is the layer's
+    #: number. Two norms that name one module share it, and "qkv" holds all three.
+    modules: ClassVar[Mapping[str, str]] = {}
+    #: How "qkv" holds them.
+    fused: ClassVar[FusedLayout] = FusedLayout.STACKED
+    #: Whether linears lie as (in, out).
+    transposed: ClassVar[bool] = False
     #: Tensors that carry nothing, with the reason.
     drops: ClassVar[tuple[Drop, ...]] = ()
     #: Whether a config without `tie_word_embeddings` means that the head is the embedding.
@@ -50,17 +65,49 @@ class Family(ABC):
     #: The target family whose class runs this one, its tensors written under that family's names.
     stand_in: ClassVar[str | None] = None
 
+    @property
+    def embedding(self) -> str:
+        """Name, without the prefix, of the embedding."""
+        return f"{self.modules['embed']}.weight"
+
+    @property
+    def head(self) -> str:
+        """Name, without the prefix, of the output head."""
+        return f"{self.modules.get('head', 'lm_head')}.weight"
+
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Whether a config is of this family."""
         return config.get("model_type") == self.name
 
-    @abstractmethod
     def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:
         """The facts that a config states; whether the head is tied was decided from the tensors."""
+        config.ignore(self.ignored)
+        return read_facts(config, self.fields, self.activations, **{**self.facts, "tied_head": tied})
 
-    @abstractmethod
     def mappings(self, spec: ModelSpec, block: BlockRef) -> list[TensorMapping]:
         """Which tensors, by names without the prefix, hold the roles of a block."""
+        found: dict[str, TensorMapping] = {}
+        for role in block_shapes(spec, block):
+            if role not in found:
+                mapping = self.mapping(spec, block, role)
+                found |= dict.fromkeys(mapping.roles, mapping)
+        return list(dict.fromkeys(found.values()))
+
+    def mapping(self, spec: ModelSpec, block: BlockRef, role: str) -> TensorMapping:
+        """The tensor that holds a role."""
+        part, kind = role.split(".")
+        linear = part in LINEARS and kind == "weight"
+        if part in ("q", "k", "v") and "qkv" in self.modules:
+            name = f"{self.modules['qkv']}.{kind}".format(block.index)
+            return FusedQKV(name, kind, self.fused, spec.head_dim, self.transposed and linear)
+        if role == "head.weight":
+            return Direct(self.embedding if spec.tied_head else self.head, role)
+        module = self.modules[part]
+        name = f"{module}.{kind}".format(block.index)
+        sharing = [other for other, own in self.modules.items() if own == module and other != part]
+        if sharing:
+            return Shared(name, role, f"{sharing[0]}.{kind}")
+        return (Transposed if self.transposed and linear else Direct)(name, role)
 
     def recipe_for(self, spec: ModelSpec) -> str | None:
         """The recipe that `convert` takes for a checkpoint of these facts when none is named."""
@@ -86,16 +133,31 @@ class Family(ABC):
 class TargetFamily(Family):
     """A family that can be written."""
 
-    @abstractmethod
+    #: What messages call it.
+    label: ClassVar[str | None] = None
+    #: Facts that a model must have to be written so.
+    holds: ClassVar[Mapping[str, object]] = ANY_DECODER
+    #: Linears that have biases together or not at all.
+    biased: ClassVar[tuple[frozenset[str], ...]] = ()
+    #: Whether all of them always have biases.
+    always_biased: ClassVar[bool] = False
+
     def accept(self, spec: ModelSpec) -> ModelSpec:
         """The spec as this family holds it; roles that it adds are filled with zeros.
 
         Raises UnsupportedError where the family cannot hold the architecture.
         """
+        refuse_others(spec, self.label or self.name, self.holds, frozenset().union(*self.biased))
+        groups = [group for group in self.biased if self.always_biased or spec.biases & group]
+        return spec.replace(biases=frozenset().union(*groups))
 
     @abstractmethod
     def write_config(self, spec: ModelSpec) -> dict[str, Any]:
         """The architecture's part of `config.json`; token ids and dtype are added by the caller."""
+
+    def stated(self, spec: ModelSpec) -> dict[str, Any]:
+        """The config's fields of `fields`."""
+        return {key: getattr(spec, fact) for fact, (key, _) in self.fields.items()}
 
     def finish(self, folder: Path, spec: ModelSpec) -> None:
         """Turn a written folder, config.json and safetensors, into the family's own container."""
@@ -164,13 +226,3 @@ def find_family(config: Mapping[str, Any], where: str) -> Family:
         why="tensor names and shapes alone do not say how a model computes, so nothing is guessed",
         fix=did_you_mean(str(kind), families()),
     )
-
-
-def only_biases(spec: ModelSpec, allowed: Iterable[str]) -> None:
-    """Refuse a spec with other biases than these; for target families."""
-    extra = sorted(spec.biases - set(allowed))
-    if extra:
-        raise UnsupportedError(
-            f"the target has no place for the biases of {', '.join(extra)}",
-            fix="Add an op that takes them away to the recipe, or choose a target that holds them",
-        )

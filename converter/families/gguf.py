@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from converter.blocks import BlockRef
 from converter.errors import CheckpointError, UnsupportedError, did_you_mean
 from converter.families import Family, family
 from converter.families.config import ConfigReader
-from converter.families.mapping import Direct, Drop, TensorMapping
+from converter.families.fields import read_facts
+from converter.families.mapping import Drop
 from converter.families.scaling import scaling_of
 from converter.files.gguf import DIVISORS
 from converter.spec import Activation, ModelSpec, Norm, Positions, QKNorm, RopeLayout, RopeSpec
@@ -23,15 +23,6 @@ ARCHITECTURES: dict[str, tuple[RopeLayout, frozenset[str], QKNorm | None]] = {
     "qwen2": (RopeLayout.HALF_SPLIT, frozenset({"q", "k", "v"}), None),
     "qwen3": (RopeLayout.HALF_SPLIT, frozenset(), QKNorm.PER_HEAD),
 }
-_LINEARS = {
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "o": "attn_output",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-}
 
 
 @family
@@ -39,11 +30,26 @@ class GGUF(Family):
     """A GGUF file. transformers has no class for it; the reference model runs it."""
 
     name = "gguf"
-    prefix = ""
-    embedding = "token_embd.weight"
-    head = "output.weight"
     ties_by_default = True
     default_recipe = "gguf-to-hf"
+    facts: ClassVar = {
+        "norm": Norm.RMSNORM,
+        "activation": Activation.SILU,
+        "gated_mlp": True,
+        "positions": Positions.ROPE,
+    }
+    modules: ClassVar = {
+        "embed": "token_embd",
+        "attn_norm": "blk.{}.attn_norm",
+        **{part: f"blk.{{}}.attn_{part}" for part in ("q", "k", "v")},
+        "o": "blk.{}.attn_output",
+        "q_norm": "blk.{}.attn_q_norm",
+        "k_norm": "blk.{}.attn_k_norm",
+        "mlp_norm": "blk.{}.ffn_norm",
+        **{part: f"blk.{{}}.ffn_{part}" for part in ("gate", "up", "down")},
+        "final_norm": "output_norm",
+        "head": "output",
+    }
     drops: ClassVar[tuple[Drop, ...]] = (Drop(r"rope_freqs\.weight", "divisors of the rotary frequencies, now a rule"),)
 
     def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:
@@ -56,55 +62,26 @@ class GGUF(Family):
             )
         layout, biases, qk_norm = ARCHITECTURES[architecture]
         a = architecture
-        hidden, layers = config.read(f"{a}.embedding_length", int), config.read(f"{a}.block_count", int)
-        heads = config.read(f"{a}.attention.head_count", int)
-        kv_heads = config.read(f"{a}.attention.head_count_kv", int, heads)
-        head_dim = config.optional(f"{a}.attention.key_length", int)
-        if head_dim is None:
-            head_dim = config.divide(hidden, heads, "embedding_length", "head_count")
-        if config.read(f"{a}.attention.value_length", int, head_dim) != head_dim:
+        fields = {
+            "context": (f"{a}.context_length", ...),
+            "hidden_size": (f"{a}.embedding_length", ...),
+            "intermediate_size": (f"{a}.feed_forward_length", ...),
+            "num_layers": (f"{a}.block_count", ...),
+            "num_heads": (f"{a}.attention.head_count", ...),
+            "num_kv_heads": (f"{a}.attention.head_count_kv", None),
+            "head_dim": (f"{a}.attention.key_length", None),
+            "norm_eps": (f"{a}.attention.layer_norm_rms_epsilon", ...),
+        }
+        own: dict[str, Any] = {"vocab_size": _vocabulary(config, a), "biases": biases, "qk_norm": qk_norm}
+        spec = read_facts(config, fields, **self.facts, **own, tied_head=tied)
+        if config.read(f"{a}.attention.value_length", int, spec.head_dim) != spec.head_dim:
             raise UnsupportedError("rows of v are not as many as those of k", where=config.where)
         if config.config.get(f"{a}.expert_count"):
             raise UnsupportedError("the model is a mixture of experts", where=config.where)
         config.ignore({f"{a}.expert_count": "none", f"{a}.expert_used_count": "none"})
         config.ignore({key: "about the file" for key in config.config if key.startswith(("general.", "quantize."))})
         config.ignore({key: "the tokenizer's" for key in config.config if key.startswith("tokenizer.")})
-        return ModelSpec(
-            vocab_size=_vocabulary(config, a),
-            hidden_size=hidden,
-            intermediate_size=config.read(f"{a}.feed_forward_length", int),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            context=config.read(f"{a}.context_length", int),
-            norm=Norm.RMSNORM,
-            norm_eps=config.read(f"{a}.attention.layer_norm_rms_epsilon", float),
-            activation=Activation.SILU,
-            gated_mlp=True,
-            positions=Positions.ROPE,
-            attention_scales=(head_dim**-0.5,) * layers,
-            tied_head=tied,
-            biases=biases,
-            rope=_rope(config, a, head_dim, layout),
-            qk_norm=qk_norm,
-        )
-
-    def mappings(self, spec: ModelSpec, block: BlockRef) -> list[TensorMapping]:
-        if block.kind == "embeddings":
-            return [Direct(self.embedding, "embed.weight")]
-        if block.kind == "head":
-            norm = Direct("output_norm.weight", "final_norm.weight")
-            return [norm, Direct(self.embedding if spec.tied_head else self.head, "head.weight")]
-        h = f"blk.{block.index}"
-        norms = {"attn_norm": "attn_norm", "ffn_norm": "mlp_norm"}
-        if spec.qk_norm is not None:
-            norms |= {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}
-        return [
-            *(Direct(f"{h}.{name}.weight", f"{role}.weight") for name, role in norms.items()),
-            *(Direct(f"{h}.{name}.weight", f"{part}.weight") for part, name in _LINEARS.items()),
-            *(Direct(f"{h}.{name}.bias", f"{part}.bias") for part, name in _LINEARS.items() if part in spec.biases),
-        ]
+        return spec.replace(rope=_rope(config, a, spec.head_dim, layout))
 
 
 def _vocabulary(config: ConfigReader, a: str) -> int:

@@ -1,25 +1,27 @@
 """LLaMA as Meta publishes it: `params.json`, Meta's tensor names, RoPE interleaved.
 
 The MLP's width is not written down: it is 2/3 of 4 D, times a factor, rounded up (`FeedForward` of Meta's
-reference code). No file states the context; it is taken as Meta's for each generation.
+reference code). No file states the context: `context_of` knows that of Meta's own models, and a guess is told as one.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from converter.blocks import BlockRef
 from converter.errors import CheckpointError, UnsupportedError
 from converter.families import family
+from converter.families.buffers import frequencies
 from converter.families.config import ConfigReader
+from converter.families.fields import read_facts
+from converter.families.holding import refuse
 from converter.families.llama import Llama
-from converter.families.mapping import Direct, Drop, TensorMapping
 from converter.files.json_text import write_json
 from converter.files.llama_meta import PARAMS, write_shards
 from converter.files.safetensors import SafetensorsFile
-from converter.spec import Activation, ModelSpec, Norm, Positions, RopeLayout, RopeSpec
+from converter.spec import Activation, ModelSpec, RopeLayout, RopeSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,15 +34,6 @@ LLAMA31 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_NAMES = {
-    "q": "attention.wq",
-    "k": "attention.wk",
-    "v": "attention.wv",
-    "o": "attention.wo",
-    "gate": "feed_forward.w1",
-    "up": "feed_forward.w3",
-    "down": "feed_forward.w2",
-}
 
 
 def feed_forward_size(hidden_size: int, multiple_of: int, factor: float | None) -> int:
@@ -51,6 +44,30 @@ def feed_forward_size(hidden_size: int, multiple_of: int, factor: float | None) 
     return multiple_of * ((size + multiple_of - 1) // multiple_of)
 
 
+def context_of(params: Mapping[str, Any]) -> tuple[int, str, bool]:
+    """The context of Meta's model with these params, which do not state it, its name, and whether that is certain.
+
+    Only what Meta has published is known: theta tells CodeLlama and Llama 3, fewer key-value heads the largest
+    Llama 2, and eps its smaller ones from LLaMA, of which the largest had their eps.
+    """
+    theta = params.get("rope_theta", 10000.0)
+    if params.get("use_scaled_rope"):
+        return 131072, "Llama 3.1", True
+    if theta == 500000.0:
+        return 8192, "Llama 3", True
+    if theta == 1000000.0:
+        return 16384, "Code Llama", True
+    size = params.get("dim"), params.get("n_layers")
+    if size == (8192, 80):
+        return (4096, "Llama 2", True) if "n_kv_heads" in params else (2048, "LLaMA", True)
+    if size in ((4096, 32), (5120, 40)) and params.get("norm_eps") in (1e-5, 1e-6):
+        return (4096, "Llama 2", True) if params["norm_eps"] == 1e-5 else (2048, "LLaMA", True)
+    if size == (6656, 60):
+        return 2048, "LLaMA", True
+    newer = params.get("norm_eps") == 1e-5 or "n_kv_heads" in params
+    return (4096, "Llama 2", False) if newer else (2048, "LLaMA", False)
+
+
 @family
 class LlamaMeta(Llama):
     """A folder of Meta's. transformers has no class for it; the reference model runs it."""
@@ -58,23 +75,44 @@ class LlamaMeta(Llama):
     name = "llama_meta"
     label = "LLaMA in Meta's format"
     layout = RopeLayout.INTERLEAVED
-    cut_for_ranks: ClassVar[bool] = True
     prefix = ""
     unprefixed = ()
-    embedding = "tok_embeddings.weight"
-    head = "output.weight"
     ties_by_default = True  # Llama 3.2's small ones are tied and say so nowhere
     model_class: ClassVar[str | None] = None
     default_token_ids: ClassVar[dict[str, int | None]] = {}
     default_recipe = "meta-to-hf"
-    drops = (Drop(r"rope\.freqs", "RoPE frequencies, computed from theta"),)
+    fields: ClassVar = {
+        "vocab_size": ("embedding_rows", ...),
+        "hidden_size": ("dim", ...),
+        "num_layers": ("n_layers", ...),
+        "num_heads": ("n_heads", ...),
+        "num_kv_heads": ("n_kv_heads", None),
+        "head_dim": ("head_dim", None),
+        "intermediate_size": ("intermediate_size", None),
+        "norm_eps": ("norm_eps", 1e-5),
+    }
+    facts: ClassVar = {**Llama.facts, "activation": Activation.SILU}
+    holds: ClassVar = {fact: value for fact, value in Llama.holds.items() if fact != "ranks"} | {
+        "activation": Activation.SILU
+    }
+    biased = ()
+    ignored = dict.fromkeys(("max_batch_size", "max_seq_len", "model_parallel_size"), "inference settings")
+    modules: ClassVar = {
+        "embed": "tok_embeddings",
+        "attn_norm": "layers.{}.attention_norm",
+        "mlp_norm": "layers.{}.ffn_norm",
+        **{part: f"layers.{{}}.attention.w{part}" for part in ("q", "k", "v", "o")},
+        "gate": "layers.{}.feed_forward.w1",
+        "up": "layers.{}.feed_forward.w3",
+        "down": "layers.{}.feed_forward.w2",
+        "final_norm": "norm",
+        "head": "output",
+    }
+    drops = (frequencies(r"rope\.freqs"),)
 
     def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:
-        hidden, heads = config.read("dim", int), config.read("n_heads", int)
-        layers = config.read("n_layers", int)
-        head_dim = config.optional("head_dim", int) or config.divide(hidden, heads, "dim", "n_heads")
-        rows = config.read("embedding_rows", int)
-        vocabulary = config.config.get("vocab_size")
+        config.ignore(self.ignored)
+        rows, vocabulary = config.config.get("embedding_rows"), config.config.get("vocab_size")
         config.ignore({"vocab_size": "the embedding has so many rows"})
         if isinstance(vocabulary, int) and vocabulary not in (-1, rows):
             raise CheckpointError(f"vocab_size is {vocabulary}, and the embedding has {rows} rows", where=config.where)
@@ -82,57 +120,33 @@ class LlamaMeta(Llama):
         scaled = config.read("use_scaled_rope", bool, False)
         if scaled and theta != 500000.0:
             raise UnsupportedError("use_scaled_rope is known with a rope_theta of 500000 only", where=config.where)
-        config.ignore(dict.fromkeys(("max_batch_size", "max_seq_len", "model_parallel_size"), "inference settings"))
         for key in ("moe", "quantization_args", "lora_args", "vision_chunk_size"):
             if config.config.get(key) is not None:
                 raise UnsupportedError(f"params.json has {key}", where=config.where)
             config.ignore({key: "none"})
-        known = 131072 if scaled else 8192 if theta == 500000.0 else 4096 if "n_kv_heads" in config.config else 2048
-        return ModelSpec(
-            vocab_size=rows,
-            hidden_size=hidden,
-            intermediate_size=config.optional("intermediate_size", int)
-            or feed_forward_size(
-                hidden, config.read("multiple_of", int, 256), config.optional("ffn_dim_multiplier", float)
-            ),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=config.optional("n_kv_heads", int) or heads,
-            head_dim=head_dim,
-            context=config.read("max_position_embeddings", int, known),
-            norm=Norm.RMSNORM,
-            norm_eps=config.read("norm_eps", float, 1e-5),
-            activation=Activation.SILU,
-            gated_mlp=True,
-            positions=Positions.ROPE,
-            attention_scales=(head_dim**-0.5,) * layers,
-            tied_head=tied,
-            rope=RopeSpec(theta, head_dim, self.layout, dict(LLAMA31) if scaled else None),
-        )
+        context = config.read("max_position_embeddings", int, context_of(config.config)[0])
+        spec = read_facts(config, self.fields, **self.facts, tied_head=tied, context=context)
+        rope = RopeSpec(theta, spec.head_dim, self.layout, dict(LLAMA31) if scaled else None)
+        multiple, factor = config.read("multiple_of", int, 256), config.optional("ffn_dim_multiplier", float)
+        if config.config.get("intermediate_size") is None:
+            spec = spec.replace(intermediate_size=feed_forward_size(spec.hidden_size, multiple, factor))
+        return spec.replace(rope=rope)
 
-    def mappings(self, spec: ModelSpec, block: BlockRef) -> list[TensorMapping]:
-        if block.kind == "embeddings":
-            return [Direct(self.embedding, "embed.weight")]
-        if block.kind == "head":
-            norm = Direct("norm.weight", "final_norm.weight")
-            return [norm, Direct(self.embedding if spec.tied_head else self.head, "head.weight")]
-        h = f"layers.{block.index}"
+    def remarks(self, config: Mapping[str, Any], tokens: int | None) -> list[str]:
+        context, model, certain = context_of(config)
+        if certain or config.get("max_position_embeddings") is not None:
+            return []
         return [
-            Direct(f"{h}.attention_norm.weight", "attn_norm.weight"),
-            Direct(f"{h}.ffn_norm.weight", "mlp_norm.weight"),
-            *(Direct(f"{h}.{name}.weight", f"{part}.weight") for part, name in _NAMES.items()),
+            f"params.json does not say the context: {context} is taken, that of {model}. If it is another model, put "
+            '"max_position_embeddings" with its context into params.json'
         ]
 
     def accept(self, spec: ModelSpec) -> ModelSpec:
         spec = super().accept(spec)
         assert spec.rope is not None
-        if spec.biases:
-            raise UnsupportedError(f"a {self.label} has no biases", fix="Add drop_biases to the recipe")
-        if spec.activation is not Activation.SILU:
-            raise UnsupportedError(f"a {self.label} computes SiLU, and the converted model {spec.activation.value}")
         scaling = dict(spec.rope.scaling) if spec.rope.scaling else None
         if scaling is not None and (scaling != LLAMA31 or spec.rope.theta != 500000.0):
-            raise UnsupportedError(f"a {self.label} cannot say that its positions are scaled by {scaling}")
+            refuse(self.label, f"its positions are scaled by {scaling}")
         return spec
 
     def write_config(self, spec: ModelSpec) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 A mapping is a small object that holds both directions: `to_roles` turns the family's tensors into
 roles, `to_names` turns roles back. A family lists the mappings of each block; what none of them
 claims must be covered by a `Drop`, which gives a reason, or it is an error. Nothing here imports
-torch: the tensors bring their own methods.
+torch at the top: the tensors bring their own methods.
 """
 
 from __future__ import annotations
@@ -93,25 +93,22 @@ class Transposed(Direct):
 
 
 @dataclass(frozen=True)
-class Shared:
-    """One tensor that several roles read, as GPT-J's one norm for attention and MLP."""
+class Shared(Direct):
+    """One tensor that another role reads too, as GPT-J's one norm for attention and MLP."""
 
-    name: str
-    roles: tuple[str, ...]
+    also: str
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
+    def roles(self) -> tuple[str, ...]:
+        return (self.role, self.also)
 
     def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tensors * len(self.roles)
+        return tensors * 2
 
     def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        assert all(tensor is tensors[0] or tensor.equal(tensors[0]) for tensor in tensors), f"{self.roles} differ"
-        return tensors[:1]
-
-    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
-        return (roles[self.roles[0]],)
+        one, two = tensors
+        assert one is two or one.equal(two), f"{self.roles} differ"
+        return (one,)
 
     def __str__(self) -> str:
         return "read twice"
@@ -140,22 +137,20 @@ class Skipped(Direct):
 
 
 @dataclass(frozen=True)
-class Projected:
+class Projected(Direct):
     """An embedding (V, W) with a linear from W to D behind it, or a head (V, W) with one from D to W before it."""
 
-    name: str
     projection: str
-    role: str
     width: int
-    before: bool
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, self.projection)
 
     @property
-    def roles(self) -> tuple[str, ...]:
-        return (self.role,)
+    def before(self) -> bool:
+        """Whether the projection stands before the table."""
+        return self.role == "head.weight"
 
     def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         table, projection = tensors
@@ -206,41 +201,21 @@ class Ones:
 
 
 class FusedLayout(str, Enum):
-    """How q, k and v rows lie in one fused tensor; all of these have the same shape.
+    """How the rows of q, k and v lie in one fused tensor, from the first to the last; the shapes do not tell."""
 
-    With H query heads, K key-value heads and head_dim d, from the first row to the last:
-    """
-
-    STACKED = "stacked"  # all of q, all of k, all of v: GPT-2, GPT-BigCode
-    STACKED_KVQ = "stacked_kvq"  # all of k, all of v, all of q: metaseq's OPT
+    STACKED = "stacked"  # all of q, all of k, all of v: GPT-2
     PER_HEAD = "per_head"  # q, k, v of head 0, then of head 1: GPT-NeoX, BLOOM
-    PER_GROUP = "per_group"  # H/K query heads, their k, their v; then the next group: Falcon, InternLM2
-    CODEGEN = "codegen"  # four blocks, each with its quarter of q, of v, of k: CodeGen
-
-
-#: CodeGen's checkpoints keep the four-way model parallelism of their training (`mp_num` there).
-_CODEGEN_BLOCKS = 4
 
 
 @dataclass(frozen=True)
 class FusedQKV:
-    """One tensor that holds q, k and v, weight or bias, by a declared layout."""
+    """One tensor that holds q, k and v of as many heads each, weight or bias, by a declared layout."""
 
     name: str
     kind: str  # "weight" or "bias"
     layout: FusedLayout
-    num_heads: int
-    num_kv_heads: int
     head_dim: int
     transposed: bool = False
-
-    def __post_init__(self) -> None:
-        if self.layout in (FusedLayout.PER_HEAD, FusedLayout.CODEGEN) and self.num_heads != self.num_kv_heads:
-            raise ValueError(f"{self.layout.value} has as many key-value heads as query heads")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError("query heads must be a multiple of key-value heads")
-        if self.layout is FusedLayout.CODEGEN and self.num_heads % _CODEGEN_BLOCKS:
-            raise ValueError(f"CodeGen's layout needs a multiple of {_CODEGEN_BLOCKS} heads")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -254,42 +229,25 @@ class FusedQKV:
         return f"fused, {self.layout.value}" + (", transposed" if self.transposed else "")
 
     def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        rows = tensors[0].T if self.transposed and self.kind == "weight" else tensors[0]
-        heads, kv_heads, d = self.num_heads, self.num_kv_heads, self.head_dim
-        rest = rows.shape[1:]
+        rows = tensors[0].T if self.transposed else tensors[0]
         if self.layout is FusedLayout.STACKED:
-            q, k, v = rows.split([heads * d, kv_heads * d, kv_heads * d])
-        elif self.layout is FusedLayout.STACKED_KVQ:
-            k, v, q = rows.split([kv_heads * d, kv_heads * d, heads * d])
-        elif self.layout is FusedLayout.CODEGEN:
-            q, v, k = rows.reshape(_CODEGEN_BLOCKS, 3, -1, *rest).unbind(1)
-        else:  # PER_HEAD is PER_GROUP with groups of one
-            groups = rows.reshape(kv_heads, heads // kv_heads + 2, d, *rest)
-            q, k, v = groups[:, :-2], groups[:, -2], groups[:, -1]
-        return tuple(part.reshape(-1, *rest) for part in (q, k, v))
+            return tuple(rows.chunk(3))
+        rest = rows.shape[1:]
+        return tuple(part.reshape(-1, *rest) for part in rows.reshape(-1, 3, self.head_dim, *rest).unbind(1))
 
     def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         import torch
 
-        q, k, v = tensors
-        heads, kv_heads, d = self.num_heads, self.num_kv_heads, self.head_dim
-        rest = q.shape[1:]
+        rest = tensors[0].shape[1:]
         if self.layout is FusedLayout.STACKED:
-            rows = torch.cat([q, k, v])
-        elif self.layout is FusedLayout.STACKED_KVQ:
-            rows = torch.cat([k, v, q])
-        elif self.layout is FusedLayout.CODEGEN:
-            quarters = [part.reshape(_CODEGEN_BLOCKS, -1, *rest) for part in (q, v, k)]
-            rows = torch.stack(quarters, dim=1).reshape(-1, *rest)
+            rows = torch.cat(tensors)
         else:
-            grouped = q.reshape(kv_heads, heads // kv_heads, d, *rest)
-            k, v = (part.reshape(kv_heads, 1, d, *rest) for part in (k, v))
-            rows = torch.cat([grouped, k, v], dim=1).reshape(-1, *rest)
-        return (rows.T if self.transposed and self.kind == "weight" else rows,)
+            rows = torch.stack([part.reshape(-1, self.head_dim, *rest) for part in tensors], dim=1).reshape(-1, *rest)
+        return (rows.T if self.transposed else rows,)
 
     def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
-        shapes = [roles[role] for role in self.roles]
-        shape = (sum(rows for rows, *_ in shapes), *shapes[0][1:])
+        rows, *rest = roles[self.roles[0]]
+        shape = (3 * rows, *rest)
         return (shape[::-1] if self.transposed else shape,)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from converter.errors import UnsupportedError
-from converter.families import family, only_biases
+from converter.families import family
 from converter.families.config import ConfigReader
 from converter.families.llama import Llama
 from converter.spec import ModelSpec
@@ -19,7 +18,14 @@ class Mistral(Llama):
     label = "Mistral"
     default_recipe = None
     model_class = "MistralForCausalLM"
-    defaults = {"vocab_size": 32000, "intermediate_size": 14336, "max_position_embeddings": 131072}  # noqa: RUF012
+    fields: ClassVar = {
+        **Llama.fields,
+        "intermediate_size": ("intermediate_size", 14336),
+        "num_kv_heads": ("num_key_value_heads", 8),
+        "context": ("max_position_embeddings", 131072),
+    }
+    holds: ClassVar = {fact: value for fact, value in Llama.holds.items() if fact != "sliding_window"}
+    biased = ()
 
     def read_own(self, config: ConfigReader, spec: ModelSpec) -> ModelSpec:
         # An absent field means transformers' default, and null means no window at all.
@@ -27,13 +33,6 @@ class Mistral(Llama):
         window = 4096 if absent else config.optional("sliding_window", int)
         config.ignore({"layer_types": "MistralForCausalLM gives every layer the same window, and does not read it"})
         return spec.replace(sliding_window=window if window is not None and window < spec.context else None)
-
-    def accept(self, spec: ModelSpec) -> ModelSpec:
-        self.refuse_others(spec)
-        only_biases(spec, ())
-        if spec.qk_norm is not None:
-            raise UnsupportedError("a Mistral has no norms on q and k, and the converted model has them")
-        return spec
 
     def write_own(self, spec: ModelSpec) -> dict[str, Any]:
         return {"sliding_window": spec.sliding_window}

@@ -14,19 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from converter.blocks import BlockRef
 from converter.families import Family, family
+from converter.families.buffers import causal_mask
 from converter.families.config import ConfigReader
-from converter.families.gpt2 import ACTIVATIONS, not_a_causal_mask
-from converter.families.mapping import Direct, Drop, FusedLayout, FusedQKV, TensorMapping
-from converter.spec import ModelSpec, Norm, Positions
+from converter.families.fields import TRAINING, read_facts
+from converter.families.gpt2 import GPT2
+from converter.spec import ModelSpec
 
 #: The vocabulary of GPT-2's tokenizer, and the rows that nanoGPT gives it: the next multiple of 64.
 _TOKENS, _PADDED = 50257, 50304
-
-#: nanoGPT's module -> our part.
-_NORMS = {"ln_1": "attn_norm", "ln_2": "mlp_norm"}
-_LINEARS = {"attn.c_proj": "o", "mlp.c_fc": "up", "mlp.c_proj": "down"}
 
 
 @family
@@ -35,52 +31,28 @@ class NanoGPT(Family):
 
     name = "nanogpt"
     prefix = "transformer."
-    embedding = "wte.weight"
     ties_by_default = True
     default_token_ids: ClassVar = {"bos_token_id": 50256, "eos_token_id": 50256}
     stand_in = "gpt2"
-    drops = (Drop(r"h\.\d+\.attn\.bias", "causal mask buffer", not_a_causal_mask),)
+    fields: ClassVar = {
+        "vocab_size": ("vocab_size", ...),
+        "context": ("block_size", ...),
+        "hidden_size": ("n_embd", ...),
+        "num_layers": ("n_layer", ...),
+        "num_heads": ("n_head", ...),
+    }
+    facts: ClassVar = {**GPT2.facts, "norm_eps": 1e-5}
+    ignored: ClassVar = {"dropout": TRAINING}
+    modules: ClassVar = GPT2.modules
+    drops = (causal_mask(r"h\.\d+\.attn\.bias"),)
 
     def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:
-        hidden, heads, layers = (config.read(key, int) for key in ("n_embd", "n_head", "n_layer"))
-        head_dim = config.divide(hidden, heads, "n_embd", "n_head")
-        bias = config.read("bias", bool, True)
-        config.ignore({"dropout": "dropout, training only"})
-        return ModelSpec(
-            vocab_size=config.read("vocab_size", int),
-            hidden_size=hidden,
-            intermediate_size=4 * hidden,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=head_dim,
-            context=config.read("block_size", int),
-            norm=Norm.LAYERNORM,
-            norm_eps=1e-5,
-            activation=config.one_of("activation_function", ACTIVATIONS, _gelu(config.config)),
-            gated_mlp=False,
-            positions=Positions.LEARNED,
-            attention_scales=(head_dim**-0.5,) * layers,
-            tied_head=tied,
-            norm_bias=bias,
-            final_norm_bias=bias,
-            biases=frozenset({"q", "k", "v", "o", "up", "down"} if bias else ()),
-        )
-
-    def mappings(self, spec: ModelSpec, block: BlockRef) -> list[TensorMapping]:
-        kinds = ("weight", "bias") if spec.norm_bias else ("weight",)
-        if block.kind == "embeddings":
-            return [Direct("wte.weight", "embed.weight"), Direct("wpe.weight", "positions.weight")]
-        if block.kind == "head":
-            norm = [Direct(f"ln_f.{kind}", f"final_norm.{kind}") for kind in kinds]
-            return [*norm, Direct(self.embedding if spec.tied_head else self.head, "head.weight")]
-        h = f"h.{block.index}"
-        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        parts = {**_NORMS, **_LINEARS}
-        return [
-            *(FusedQKV(f"{h}.attn.c_attn.{kind}", kind, FusedLayout.STACKED, *heads) for kind in kinds),
-            *(Direct(f"{h}.{name}.{kind}", f"{part}.{kind}") for name, part in parts.items() for kind in kinds),
-        ]
+        fields = {**self.fields, "activation": ("activation_function", _gelu(config.config))}
+        config.ignore(self.ignored)
+        spec = read_facts(config, fields, **self.facts, tied_head=tied)
+        if config.read("bias", bool, True):
+            return spec
+        return spec.replace(norm_bias=False, final_norm_bias=False, biases=frozenset())
 
     def remarks(self, config: Mapping[str, Any], tokens: int | None) -> list[str]:
         found = []

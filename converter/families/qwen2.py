@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from converter.errors import UnsupportedError
-from converter.families import family, only_biases
+from converter.families import family
 from converter.families.config import ConfigReader
 from converter.families.llama import Llama
 from converter.spec import ModelSpec
@@ -38,19 +38,21 @@ class Qwen2(Llama):
     label = "Qwen2"
     default_recipe = None
     model_class = "Qwen2ForCausalLM"
-    default_token_ids = {}  # noqa: RUF012
-    defaults = {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768}  # noqa: RUF012
+    default_token_ids: ClassVar = {}
+    fields: ClassVar = {
+        **Llama.fields,
+        "vocab_size": ("vocab_size", 151936),
+        "intermediate_size": ("intermediate_size", 22016),
+        "num_kv_heads": ("num_key_value_heads", 32),
+        "context": ("max_position_embeddings", 32768),
+    }
+    facts: ClassVar = {**Llama.facts, "biases": frozenset({"q", "k", "v"})}
+    biased = (frozenset({"q", "k", "v"}),)
+    always_biased = True
 
     def read_own(self, config: ConfigReader, spec: ModelSpec) -> ModelSpec:
         refuse_windows(config)
-        return spec.replace(biases=frozenset({"q", "k", "v"}))
-
-    def accept(self, spec: ModelSpec) -> ModelSpec:
-        self.refuse_others(spec)
-        only_biases(spec, {"q", "k", "v"})
-        if spec.qk_norm is not None or spec.sliding_window is not None:
-            raise UnsupportedError("a Qwen2 has no norms on q and k and no window here, and the converted model has")
-        return spec.replace(biases=frozenset({"q", "k", "v"}))
+        return spec
 
     def write_own(self, spec: ModelSpec) -> dict[str, Any]:
         return {"use_sliding_window": False}
