@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +19,11 @@ from models import VOCAB, random_ids, run, save, write_ids
 from test_rope_families import LLAMA_LIKE, make
 from transformers import PreTrainedModel
 
+from converter import check, inspect
 from converter.conversion.recipe import Recipe, load_recipe
 from converter.conversion.run import convert, plan_conversion
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
-from converter.families.llama_meta import feed_forward_size
+from converter.families.llama_meta import context_of, feed_forward_size
 from converter.families.opened import SourceModel
 from converter.families.scaling import scaling_of
 from converter.files.llama_meta import write_shards
@@ -95,6 +99,16 @@ def meta_folder(folder: Path, model: PreTrainedModel, ranks: int, *, old_embeddi
     return folder
 
 
+def edit_params(folder: Path, **changes: object) -> None:
+    path = folder / "params.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_rank(folder: Path, rank: int, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    file = folder / f"consolidated.{rank:02}.pth"
+    torch.save({name: change(name, tensor) for name, tensor in torch.load(file).items()}, file)
+
+
 EVEN = {**WIDE, "vocab_size": 64}
 
 
@@ -167,6 +181,86 @@ class TestMeta:
         (folder / "consolidated.02.pth").unlink()
         with pytest.raises(CheckpointError, match=r"consolidated\.02\.pth is missing"):
             SourceModel.open(folder)
+
+    @pytest.mark.parametrize("gone", [0, 1, 3])
+    def test_a_missing_rank_is_named_the_first_and_the_last_too(self, gone, tmp_path):
+        folder = meta_folder(tmp_path / "meta", make("Llama", {**EVEN, "num_key_value_heads": 4}), 4)
+        edit_params(folder, n_kv_heads=4)
+        (folder / f"consolidated.{gone:02}.pth").unlink()
+        with pytest.raises(CheckpointError, match=rf"consolidated\.{gone:02}\.pth is missing"):
+            SourceModel.open(folder)
+
+    def test_one_rank_too_many(self, tmp_path):
+        folder = meta_folder(tmp_path / "meta", make("Llama", EVEN), 2)
+        shutil.copy(folder / "consolidated.01.pth", folder / "consolidated.02.pth")
+        with pytest.raises(CheckpointError, match="3 shards, and each holds one of 2 parts"):
+            SourceModel.open(folder)
+
+    @pytest.mark.parametrize(("by", "dtype", "told"), [(1e-5, torch.float32, True), (0.0, torch.float32, False)])
+    def test_copies_of_norms_that_differ_by_rounding_are_a_remark(self, by, dtype, told, tmp_path):
+        folder = meta_folder(tmp_path / "meta", make("Llama", EVEN), 2)
+        change_rank(folder, 1, lambda name, tensor: tensor * (1 + by) if "norm" in name else tensor)
+        remarks = [remark for remark in inspect(folder).warnings if "the ranks' copies" in remark]
+        assert bool(remarks) == told
+        assert not told or "differ, by 1.0e-05 of the largest value: the first one is taken" in remarks[0]
+        assert check(folder) == ()
+
+    @pytest.mark.parametrize("other", [lambda x: x + 0.3, lambda x: x * 1.02, lambda x: x * torch.nan])
+    def test_ranks_of_different_checkpoints_are_refused(self, other, tmp_path):
+        folder = meta_folder(tmp_path / "meta", make("Llama", EVEN), 2)
+        change_rank(folder, 1, lambda name, tensor: other(tensor) if name == "layers.1.ffn_norm.weight" else tensor)
+        with pytest.raises(CheckpointError, match=r"01\.pth: 'layers\.1\.ffn_norm\.weight' differs from its copy in"):
+            SourceModel.open(folder)
+        assert [fault.tensor for fault in check(folder)] == ["layers.1.ffn_norm.weight"]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_stored_frequencies_are_those_of_the_config_or_refused(self, dtype, tmp_path):
+        folder = meta_folder(tmp_path / "meta", make("Llama", EVEN), 1)
+        file = folder / "consolidated.00.pth"
+        tensors = torch.load(file)
+        for theta, name in ((10000.0, "right"), (500000.0, "wrong")):
+            frequencies = (theta ** -(torch.arange(0, 16, 2) / 16)).to(dtype)
+            torch.save({**tensors, "rope.freqs": frequencies}, file)
+            if name == "right":
+                assert plan_conversion(folder, "meta-to-hf").source.dropped[0].name == "rope.freqs"
+                continue
+            with pytest.raises(UnsupportedError) as caught:
+                plan_conversion(folder, "meta-to-hf")
+            found = re.search(r"those of a theta of ([\d.e+]+), and the config says 10000", str(caught.value))
+            assert found is not None
+            assert float(found[1]) == pytest.approx(500000, rel=0.1)
+
+    def test_one_rank_twice_is_refused(self, tmp_path):
+        folder = meta_folder(tmp_path / "meta", make("Llama", EVEN), 2)
+        shutil.copy(folder / "consolidated.00.pth", folder / "consolidated.01.pth")
+        with pytest.raises(CheckpointError, match="is the very same part as in consolidated"):
+            SourceModel.open(folder)
+
+    @pytest.mark.parametrize(
+        ("model", "params", "context", "certain"),
+        [
+            ("LLaMA 7B", {"dim": 4096, "n_layers": 32, "norm_eps": 1e-6}, 2048, True),
+            ("LLaMA 65B", {"dim": 8192, "n_layers": 80, "norm_eps": 1e-5}, 2048, True),
+            ("Llama 2 7B", {"dim": 4096, "n_layers": 32, "norm_eps": 1e-5}, 4096, True),
+            ("Llama 2 70B", {"dim": 8192, "n_layers": 80, "norm_eps": 1e-5, "n_kv_heads": 8}, 4096, True),
+            ("Code Llama 7B", {"dim": 4096, "n_layers": 32, "norm_eps": 1e-5, "rope_theta": 1e6}, 16384, True),
+            ("Llama 3 8B", {"dim": 4096, "n_layers": 32, "norm_eps": 1e-5, "rope_theta": 5e5}, 8192, True),
+            ("Llama 3.1 8B", {"dim": 4096, "rope_theta": 5e5, "use_scaled_rope": True}, 131072, True),
+            ("another", {"dim": 512, "n_layers": 8, "norm_eps": 1e-6}, 2048, False),
+            ("another, newer", {"dim": 512, "n_layers": 8, "norm_eps": 1e-5}, 4096, False),
+        ],
+    )
+    def test_the_context_follows_from_what_tells_metas_models_apart(self, model, params, context, certain):
+        assert context_of(params)[::2] == (context, certain), model
+
+    def test_a_guessed_context_is_told_and_can_be_stated(self, tmp_path):
+        folder = meta_folder(tmp_path / "meta", make("Llama", EVEN), 1)
+        assert SourceModel.open(folder).spec.context == 4096
+        told = "params.json does not say the context: 4096 is taken, that of Llama 2"
+        assert any(told in warning for warning in inspect(folder).warnings)
+        edit_params(folder, max_position_embeddings=3000)
+        assert SourceModel.open(folder).spec.context == 3000
+        assert not any("the context" in warning for warning in inspect(folder).warnings)
 
     @pytest.mark.parametrize(
         ("hidden", "multiple", "factor", "width"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from models import edit_config, jitter, random_ids, run, save
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from converter.conversion.recipe import Recipe
@@ -191,3 +192,21 @@ def test_layouts_are_declared():
     from converter.families import families
 
     assert families()["llama"].layout is RopeLayout.HALF_SPLIT  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("scaling", "stored"), [(None, 1e4), (LLAMA3, 5e5), (LLAMA3, None)])
+def test_a_stored_table_of_frequencies_is_the_plain_or_the_scaled_one(
+    scaling: dict[str, object] | None, stored: float | None, tmp_path: Path
+):
+    model = make("Llama", LLAMA_LIKE | ({"rope_parameters": scaling} if scaling else {}))
+    frequencies = model.model.rotary_emb.inv_freq
+    if stored is not None:
+        frequencies = stored ** -(torch.arange(0, 16, 2) / 16)
+    table = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": frequencies.clone() for i in range(2)}
+    folder = save(model, tmp_path / "model")
+    save_file(load_file(folder / "model.safetensors") | table, folder / "model.safetensors")
+    plan_conversion(folder, "llama-to-llama")
+    other = {name: frequencies.clone() ** 0.7 for name in table}
+    save_file(load_file(folder / "model.safetensors") | other, folder / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"those of a theta of \d.*, and the config says \d"):
+        plan_conversion(folder, "llama-to-llama")

@@ -55,6 +55,7 @@ class Checkpoint:
         self.config_file = contents.config_file
         self.generation_config = contents.generation_config
         self.left_out = contents.left_out
+        self.remarks = contents.remarks
         self._weights = contents.weights
         self.files = list(contents.weights)
         self._described_by = contents.described_by

@@ -57,6 +57,8 @@ class Contents:
     generation_config: dict[str, Any] | None = None
     #: What else is in the weight files, and why it is left out.
     left_out: Mapping[str, str] = field(default_factory=dict)
+    #: What a user should know about the files.
+    remarks: tuple[str, ...] = ()
 
 
 class Container(ABC):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,29 +26,45 @@ _SHARD = re.compile(r"consolidated\.(\d\d)\.pth")
 _ROWS = re.compile(r"layers\.\d+\.(attention\.w[qkv]|feed_forward\.w[13])\.(weight|bias)|output\.weight")
 _COLUMNS = re.compile(r"layers\.\d+\.(attention\.wo|feed_forward\.w2)\.weight")
 EMBEDDING = "tok_embeddings.weight"
+_QUERIES = "layers.0.attention.wq.weight"
+#: By how much copies of one tensor may differ, relative to its largest value: ranks round for themselves.
+_SAME = 1e-3
 
 
 class LlamaMetaFolder(Container):
     """A folder with `params.json` and `consolidated.00.pth`."""
 
     def recognises(self, path: Path) -> bool:
-        return path.is_dir() and (path / PARAMS).exists() and (path / "consolidated.00.pth").exists()
+        return path.is_dir() and (path / PARAMS).exists() and bool(_shards(path))
 
     def open(self, path: Path, on_fault: OnFault) -> Contents:
         params = read_json(path / PARAMS, on_fault)
-        found = {int(match[1]): file for file in path.iterdir() if (match := _SHARD.fullmatch(file.name))}
-        missing = sorted(set(range(max(found) + 1)) - found.keys())
-        if missing:
-            raise CheckpointError(
-                f"the shard consolidated.{missing[0]:02}.pth is missing",
-                where=str(path),
-                fix="Download the missing file",
-            )
+        found = _shards(path)
+        for rank in set(range(max(found) + 1)) - found.keys():
+            raise _missing(path, rank)
         files = [found[rank] for rank in sorted(found)]
         merged = MergedShards(files, params.get("dim"), on_fault)
+        written = merged.ranks_written(params)
+        if written is not None and written > len(files):
+            raise _missing(path, len(files), f"each file holds a {written}th of {_QUERIES}")
+        if written is not None and written < len(files):
+            what = f"there are {len(files)} shards, and each holds one of {written} parts of {_QUERIES}"
+            raise CheckpointError(what, where=str(path), fix="Remove the shards that are of another checkpoint")
+        remark = merged.compare_copies()
         vocabulary = merged.layout.get(EMBEDDING, ((0,), ""))[0][0]
         config = {**params, "model_type": "llama_meta", "embedding_rows": vocabulary}
-        return Contents(config, path / PARAMS, {files[0]: merged}, (path / PARAMS, *files[1:]))
+        beside = (path / PARAMS, *files[1:])
+        return Contents(config, path / PARAMS, {files[0]: merged}, beside, remarks=(remark,) if remark else ())
+
+
+def _shards(path: Path) -> dict[int, Path]:
+    """The files of the ranks, by rank."""
+    return {int(match[1]): file for file in path.iterdir() if (match := _SHARD.fullmatch(file.name))}
+
+
+def _missing(path: Path, rank: int, why: str | None = None) -> CheckpointError:
+    what = f"the shard consolidated.{rank:02}.pth is missing"
+    return CheckpointError(what, where=str(path), why=why, fix="Download the missing file")
 
 
 class MergedShards:
@@ -71,6 +88,60 @@ class MergedShards:
                     why="the ranks of one checkpoint hold parts of the same shape",
                 )
         self.layout: dict[str, Layout] = {name: self._merged(name, layout) for name, layout in first.items()}
+
+    def ranks_written(self, params: Mapping[str, Any]) -> int | None:
+        """How many ranks the first layer's queries were cut for; None where params and file do not tell."""
+        shape, _ = self._shards[0].layout.get(_QUERIES, ((), ""))
+        hidden, heads = params.get("dim"), params.get("n_heads")
+        if not (shape and isinstance(hidden, int) and isinstance(heads, int)):
+            return None
+        rows = shape[0]
+        head_dim = params.get("head_dim")
+        whole = heads * head_dim if isinstance(head_dim, int) else hidden
+        return whole // rows if whole % rows == 0 else None
+
+    def compare_copies(self) -> str | None:
+        """A remark where the ranks' copies of what is not cut differ a little.
+
+        Raises CheckpointError where they differ by more, or where two ranks hold the same part of what is cut.
+        """
+        import torch
+
+        largest, widest = 0.0, ""
+        for name in [name for name in self.names if self.axis(name) is None]:
+            first, *others = (shard.read(name).double() for shard in self._shards)
+            size, dtype = float(first.abs().max()) or 1.0, self._shards[0].read(name).dtype
+            allowed = max(_SAME, 2 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
+            for file, other in zip(self.files[1:], others, strict=True):
+                difference = float((other - first).abs().max()) / size
+                if not difference <= allowed and first.isfinite().all():
+                    copy = f"its copy in {self.files[0].name}, by {difference:.2g} of the largest value"
+                    raise CheckpointError(
+                        f"'{name}' differs from {copy}",
+                        where=str(file),
+                        tensor=name,
+                        why="every rank of one checkpoint holds the same, so the files are of different checkpoints",
+                        fix="Download the files of one checkpoint",
+                    )
+                if difference > largest:
+                    largest, widest = difference, name
+        if _QUERIES in self.layout and len(self.files) > 1:
+            self._refuse_twins()
+        what = f"the ranks' copies of '{widest}' differ, by {largest:.1e} of the largest value: the first one is taken"
+        return what if widest else None
+
+    def _refuse_twins(self) -> None:
+        """Raise CheckpointError where two ranks hold the same part of the first layer's queries."""
+        parts = [shard.read(_QUERIES) for shard in self._shards]
+        for (a, one), (b, two) in combinations(zip(self.files, parts, strict=True), 2):
+            if one.equal(two) and one.any():
+                raise CheckpointError(
+                    f"'{_QUERIES}' is the very same part as in {a.name}",
+                    where=str(b),
+                    tensor=_QUERIES,
+                    why="each rank holds a part of its own, so one file is there twice",
+                    fix="Download the file again",
+                )
 
     def axis(self, name: str) -> int | None:
         """The axis along which a tensor is cut; None where every rank has all of it."""
