@@ -62,11 +62,11 @@ class CheckpointError(ConverterError):
         self.tensor = tensor
 
 
-#: Where the rules about a checkpoint's files bring what they find: `raise_fault`, or a list's `append`.
-OnFault = Callable[[CheckpointError], None]
+#: Where the rules about a checkpoint bring what they find: `raise_fault`, or a list's `append`.
+OnFault = Callable[[ConverterError], None]
 
 
-def raise_fault(fault: CheckpointError) -> None:
+def raise_fault(fault: ConverterError) -> None:
     """Stop at the first fault."""
     raise fault
 

@@ -31,6 +31,7 @@ from converter.measure.inspect import warnings
 from converter.measure.metrics import Comparison
 from converter.measure.models import TransformersModel, load, load_written, pick_device, tokens_per_second
 from converter.measure.verify import compare
+from converter.measure.vocabulary import Vocabulary
 from converter.measure.yardstick import yardstick
 from converter.reference import flops_per_token, run_embeddings, run_layer
 from converter.show.card import model_card
@@ -49,6 +50,8 @@ def plan_conversion(
 ) -> Plan:
     """The plan for a checkpoint and a recipe (a shipped name, a file, or None for the family's own)."""
     opened = source if isinstance(source, SourceModel) else SourceModel.open(source)
+    opened.check_contents()
+    Vocabulary.of(opened).check()  # and the tokenizer loads
     if recipe is None:
         recipe = opened.family.recipe_for(opened.spec)
         if recipe is None:
@@ -57,9 +60,7 @@ def plan_conversion(
             )
     if isinstance(recipe, str):
         recipe = load_recipe(recipe)
-    plan = make_plan(opened, with_overrides(recipe, overrides), dtype)
-    opened.check_contents()
-    return plan
+    return make_plan(opened, with_overrides(recipe, overrides), dtype)
 
 
 def check_conversion(

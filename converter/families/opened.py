@@ -15,13 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converter.blocks import BlockRef, Dropped, block_shapes, blocks
-from converter.errors import CheckpointError, OnFault, UnsupportedError, did_you_mean, raise_fault, reporting
+from converter.errors import (
+    CheckpointError,
+    ConverterError,
+    OnFault,
+    UnsupportedError,
+    did_you_mean,
+    raise_fault,
+    reporting,
+)
 from converter.families import Family, find_family
 from converter.families.config import TOKEN_IDS, ConfigReader
 from converter.files.checkpoint import Checkpoint
 from converter.files.hub import local_path
 from converter.files.record import read_stamp
-from converter.files.tokenizer import load_tokenizer
+from converter.files.tokenizer import ids_without_rows, load_tokenizer, vocabulary_size
 from converter.spec import ModelSpec, RopeLayout
 
 if TYPE_CHECKING:
@@ -29,6 +37,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from converter.blocks import Block
+
+
+#: What weights may be stored in.
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 def opening_of(token_ids: Mapping[str, Any]) -> int | None:
@@ -54,7 +66,11 @@ class SourceModel:
         #: The RoPE layout that the family's files are in, unless a stamp of ours says otherwise.
         self.declared_layout = self.spec.rope.layout if self.spec.rope is not None else None
         self.stamp = self._heed_stamp()
-        self.config_accounts: dict[str, str] = config.finish()
+        try:
+            config.finish()
+        except ConverterError as error:
+            on_fault(error)
+        self.config_accounts: dict[str, str] = config.accounts
         self._account_for_token_ids()
         #: Bare tensor name -> the roles it holds, as "layers.0.q.weight".
         self.used: dict[str, list[str]] = {}
@@ -70,14 +86,16 @@ class SourceModel:
         """The dtype that most parameters are stored in."""
         sizes: Counter[str] = Counter()
         for name in self.used:
-            info = self.checkpoint.tensors[self.names[name]]
-            sizes[info.dtype] += info.nbytes
-        return sizes.most_common(1)[0][0]
+            if name in self.names:
+                info = self.checkpoint.tensors[self.names[name]]
+                sizes[info.dtype] += info.nbytes
+        return sizes.most_common(1)[0][0] if sizes else "unknown"
 
     @property
     def parameters(self) -> int:
         """Trained parameters, a tied head counted once."""
-        return sum(math.prod(self.checkpoint.tensors[self.names[name]].shape) for name in self.used)
+        there = (self.checkpoint.tensors[self.names[name]] for name in self.used if name in self.names)
+        return sum(math.prod(info.shape) for info in there)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast | None:
@@ -127,13 +145,8 @@ class SourceModel:
     def _read(self, bare: str) -> torch.Tensor:
         from converter.files.weights import count_non_finite
 
+        self._check_dtype(bare)
         tensor = self.checkpoint.read(self.names[bare])
-        if not (tensor.is_floating_point() and tensor.itemsize > 1):
-            raise CheckpointError(
-                f"tensor '{self.names[bare]}' is of type {str(tensor.dtype).removeprefix('torch.')}",
-                where=str(self.checkpoint.tensors[self.names[bare]].file),
-                why="weights have 16 bits or more of floating point; others mean a quantised or damaged checkpoint",
-            )
         nans, infinities = count_non_finite(tensor)
         if nans or infinities:
             raise CheckpointError(
@@ -156,17 +169,38 @@ class SourceModel:
             self.spec = self.spec.replace(rope=dataclasses.replace(self.spec.rope, layout=stamp))
         return stamp
 
-    def check_contents(self) -> None:
-        """Look inside the tensors that are to be dropped; raises where one of them carries something."""
+    def check_contents(self, on_fault: OnFault = raise_fault) -> None:
+        """Bring what else stops a conversion to `on_fault`, before a weight is read.
+
+        That is weights of a dtype that is not read, buffers that carry something and would be dropped, and a
+        tokenizer whose files are broken or that has ids without a row in the embeddings.
+        """
+        for bare in self.used:
+            with reporting(on_fault, self.checkpoint.path):
+                self._check_dtype(bare)
         for drop in self.family.drops:
             for bare, name in self.names.items():
                 if drop.check is not None and drop.matches(bare):
                     info = self.checkpoint.tensors[name]
                     problem = drop.check(self.checkpoint, info, self.spec)
                     if problem:
-                        raise UnsupportedError(
-                            f"tensor '{name}' is not a {drop.reason}", where=str(info.file), why=problem
-                        )
+                        what = f"tensor '{name}' is not a {drop.reason}"
+                        on_fault(UnsupportedError(what, where=str(info.file), why=problem))
+        with reporting(on_fault, self.checkpoint.path):
+            tokens = vocabulary_size(self.checkpoint.path)
+            if tokens is not None and tokens > self.spec.vocab_size:
+                raise ids_without_rows(str(self.checkpoint.path), tokens, self.spec.vocab_size)
+
+    def _check_dtype(self, bare: str) -> None:
+        info = self.checkpoint.tensors[self.names[bare]]
+        if info.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"tensor '{info.name}' is of type {info.dtype}",
+                where=str(info.file),
+                tensor=info.name,
+                why="weights have 16 bits or more of floating point; others mean a quantised or damaged checkpoint",
+                fix="Convert the checkpoint that was not quantised",
+            )
 
     def _bare_names(self) -> dict[str, str]:
         names: dict[str, str] = {}
@@ -219,13 +253,16 @@ class SourceModel:
                 continue
             reason = next((drop.reason for drop in self.family.drops if drop.matches(bare)), None)
             if reason is None:
-                raise UnsupportedError(
-                    f"tensor '{name}' {list(self.checkpoint.tensors[name].shape)} is unknown to family "
-                    f"'{self.family.name}'",
-                    where=str(self.checkpoint.tensors[name].file),
-                    why="leaving out a weight that is not understood would change the model",
-                    fix=did_you_mean(bare, expected),
+                self._on_fault(
+                    UnsupportedError(
+                        f"tensor '{name}' {list(self.checkpoint.tensors[name].shape)} is unknown to family "
+                        f"'{self.family.name}'",
+                        where=str(self.checkpoint.tensors[name].file),
+                        why="leaving out a weight that is not understood would change the model",
+                        fix=did_you_mean(bare, expected),
+                    )
                 )
+                continue
             self.dropped.append(Dropped(name, reason))
 
     def _refuse_missing(self, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -171,6 +171,17 @@ def vocabulary_size(folder: Path) -> int | None:
     return int(max(ids)) + 1
 
 
+def ids_without_rows(where: str, tokens: int, rows: int) -> CheckpointError:
+    """The error of a tokenizer that is larger than the embeddings."""
+    return CheckpointError(
+        f"the tokenizer has {tokens} ids and the embeddings have {rows} rows",
+        where=where,
+        why="text can give ids without a row, and a model cannot read those",
+        fix="Take the added tokens out of the tokenizer's files, or resize the embeddings "
+        "(`model.resize_token_embeddings(len(tokenizer))`) and train them",
+    )
+
+
 def _not_as_it_should(why: str, file: Path) -> CheckpointError:
     return CheckpointError(
         "The tokenizer's file is damaged", where=str(file), why=why, fix="Copy it from the original again"

@@ -1,7 +1,6 @@
 """Every fault of a checkpoint, not the first alone; with `full` also what is inside its tensors.
 
-The rules are those of opening: `Checkpoint.open` and `SourceModel` bring what they find to a list here, where
-they otherwise stop at it.
+The rules are those of opening and converting (`converter.measure.examine`), which otherwise stop at the first.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converter.errors import CheckpointError, UnsupportedError, paragraph, reporting
-from converter.families.opened import SourceModel
+from converter.errors import CheckpointError, ConverterError, UnsupportedError, paragraph
 from converter.files.checkpoint import Checkpoint, TensorInfo
-from converter.files.hub import local_path
 from converter.files.tokenizer import load_tokenizer, vocabulary_size
+from converter.measure.examine import Examined, examine
+from converter.measure.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from converter.show.progress import Progress
@@ -35,10 +34,10 @@ class Fault:
     remark: bool = False
 
     @classmethod
-    def of(cls, error: CheckpointError, *, remark: bool = False) -> Fault:
+    def of(cls, error: ConverterError, *, remark: bool = False) -> Fault:
         """From what a rule has found."""
         what = paragraph(error.what, error.why).rstrip(".")
-        return cls(Path(error.where or ""), error.tensor, what, error.fix, remark)
+        return cls(Path(error.where or ""), getattr(error, "tensor", None), what, error.fix, remark)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -51,16 +50,21 @@ class Fault:
 def check(path: str | Path, full: bool = False, *, progress: Progress | None = None) -> tuple[Fault, ...]:
     """Every fault and remark of a checkpoint, by path or Hub id; there is no fault in a sound one.
 
-    By the headers: damaged, missing and left-over data, an index and shards that disagree, pieces of
-    training state, unsafe pickles, a config that is broken or means other tensors, and a tokenizer whose files are
-    broken or whose ids have no row in the embeddings. With `full` the tokenizer is loaded, and every tensor is read,
-    one at a time: NaN and Inf, and weights of zeros. Raises `CheckpointError` where there is no such path.
+    Without `full` a fault is what `convert` refuses before it reads a weight: damaged, missing and left-over data, an
+    index and shards that disagree, pieces of training state, unsafe pickles, a config that is broken or means other
+    tensors, weights that are quantised, buffers that carry something, a tokenizer that is broken or has ids without
+    a row in the embeddings. With `full` the tokenizer is loaded, and every tensor is read, one at a time: NaN and Inf,
+    and weights of zeros. A family that we do not know is a remark, and its files are checked by themselves. Raises
+    `CheckpointError` where there is no such path.
     """
-    found: list[CheckpointError] = []
-    checkpoint = Checkpoint.open(local_path(path), found.append)
-    faults, rows = ([Fault.of(error) for error in found], None) if found else _against_config(checkpoint)
+    examined = examine(path)
+    checkpoint = examined.checkpoint
+    if examined.unknown:
+        faults = [_unknown(checkpoint, error) for error in examined.faults]
+    else:
+        faults = [Fault.of(error) for error in examined.faults]
     told = {fault.file for fault in faults}  # the config's faults are the tokenizer's too
-    faults += [fault for fault in _tokenizer(checkpoint.path, rows, full) if fault.file not in told]
+    faults += [fault for fault in _tokenizer(examined, full) if fault.file not in told]
     if full:
         if progress:
             progress.stage("check", checkpoint.total_bytes)
@@ -71,27 +75,19 @@ def check(path: str | Path, full: bool = False, *, progress: Progress | None = N
     return tuple(faults)
 
 
-def _against_config(checkpoint: Checkpoint) -> tuple[list[Fault], int | None]:
-    """Whether the tensors are those that the config means, if we know its family; the rows of the embeddings."""
-    found: list[CheckpointError] = []
-    with reporting(found.append, checkpoint.path):
-        try:
-            source = SourceModel(checkpoint, found.append)
-        except UnsupportedError as error:
-            if not found:
-                what = f"the files were checked by themselves, not against the config: {error.what}"
-                return [Fault(checkpoint.config_file, None, what, remark=True)], None
-    return [Fault.of(error) for error in found], None if found else source.spec.vocab_size
+def _unknown(checkpoint: Checkpoint, error: ConverterError) -> Fault:
+    what = f"the files were checked by themselves, not against the config: {error.what}, so it does not convert"
+    return Fault(checkpoint.config_file, None, what, error.fix, remark=True)
 
 
-def _tokenizer(folder: Path, rows: int | None, full: bool) -> Iterator[Fault]:
-    """What is wrong with the tokenizer: its files, and ids for which the embeddings have no row."""
+def _tokenizer(examined: Examined, full: bool) -> Iterator[Fault]:
+    """What is wrong with the files of the tokenizer, and with `full` whatever keeps it from loading."""
+    folder = examined.checkpoint.path
     try:
-        ids = vocabulary_size(folder)
-        if ids is not None and rows is not None and ids > rows:
-            what = f"the tokenizer has {ids} ids and the embeddings {rows} rows: text can give ids without a row"
-            yield Fault(folder, None, what, remark=True)
-        if full:
+        vocabulary_size(folder)
+        if full and examined.source is not None and not examined.faults:
+            Vocabulary.of(examined.source).check()
+        elif full:
             load_tokenizer(folder)
     except CheckpointError as error:
         yield Fault.of(error)

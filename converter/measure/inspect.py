@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from converter.errors import CheckpointError
 from converter.families.config import TOKEN_IDS
 from converter.families.opened import SourceModel
 from converter.files.tokenizer import vocabulary_size
+from converter.measure.examine import examine
 from converter.spec import ModelSpec, Positions
 
 
@@ -27,12 +29,16 @@ class MappingRow:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The facts of a checkpoint."""
+    """The facts of a checkpoint, as far as they are known, and what stops its conversion."""
 
     #: What was opened: a folder, or the file that holds everything.
     path: Path
-    family: str
-    spec: ModelSpec
+    #: None where we do not know it.
+    family: str | None
+    #: None where the config does not tell what the model is; `config_facts` is all there is then.
+    spec: ModelSpec | None
+    #: The plain values of the config.
+    config_facts: dict[str, Any]
     dtypes: dict[str, int]
     parameters: int
     bytes: int
@@ -40,19 +46,22 @@ class Inspection:
     dropped: tuple[Dropped, ...]
     config_accounts: dict[str, str]
     warnings: tuple[str, ...]
+    #: What `convert` refuses about it; empty for a checkpoint that converts.
+    stops: tuple[str, ...]
 
     @property
-    def mlp_ratio(self) -> float:
+    def mlp_ratio(self) -> float | None:
         """intermediate_size / hidden_size: 4.0 or 2.67 is evidence of the MLP's kind, not proof."""
-        return self.spec.intermediate_size / self.spec.hidden_size
+        return None if self.spec is None else self.spec.intermediate_size / self.spec.hidden_size
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
             "path": str(self.path),
             "family": self.family,
-            "spec": self.spec.to_dict(),
-            "mlp_ratio": round(self.mlp_ratio, 4),
+            "spec": None if self.spec is None else self.spec.to_dict(),
+            "mlp_ratio": None if self.mlp_ratio is None else round(self.mlp_ratio, 4),
+            "config_facts": self.config_facts,
             "dtypes": self.dtypes,
             "parameters": self.parameters,
             "bytes": self.bytes,
@@ -60,25 +69,33 @@ class Inspection:
             "dropped": [asdict(each) for each in self.dropped],
             "config": self.config_accounts,
             "warnings": list(self.warnings),
+            "stops": list(self.stops),
         }
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Describe a checkpoint, by path or Hub id; raises a ConverterError for whatever is wrong with it."""
-    source = SourceModel.open(path)
-    infos = source.checkpoint.tensors
-    dtypes = Counter(info.dtype for info in infos.values())
+    """Describe a checkpoint, by path or Hub id, also one that does not convert; `stops` says why it does not.
+
+    Raises a ConverterError where there is no config to describe.
+    """
+    examined = examine(path)
+    checkpoint, source = examined.checkpoint, examined.source
+    if not checkpoint.config:
+        raise examined.faults[0]
+    plain = {key: value for key, value in checkpoint.config.items() if isinstance(value, (str, int, float))}
     return Inspection(
-        path=source.checkpoint.opened,
-        family=source.family.name,
-        spec=source.spec,
-        dtypes=dict(dtypes),
-        parameters=source.parameters,
-        bytes=source.checkpoint.total_bytes,
-        mapping=tuple(_mapping_rows(source)),
-        dropped=tuple(source.dropped),
-        config_accounts=source.config_accounts,
-        warnings=tuple(warnings(source)),
+        path=checkpoint.opened,
+        family=None if examined.family is None else examined.family.name,
+        spec=None if source is None else source.spec,
+        config_facts=plain,
+        dtypes=dict(Counter(info.dtype for info in checkpoint.tensors.values())),
+        parameters=checkpoint.num_parameters if source is None else source.parameters,
+        bytes=checkpoint.total_bytes,
+        mapping=() if source is None else tuple(_mapping_rows(source)),
+        dropped=() if source is None else tuple(source.dropped),
+        config_accounts={} if source is None else source.config_accounts,
+        warnings=() if source is None else tuple(warnings(source)),
+        stops=tuple(str(fault) for fault in examined.faults),
     )
 
 
@@ -91,6 +108,8 @@ def _mapping_rows(source: SourceModel) -> list[MappingRow]:
     for ref in (EMBEDDINGS, BlockRef("layer", 0), HEAD):
         for mapping in source.family.mappings(source.spec, ref):
             for name in mapping.names:
+                if name not in source.names:
+                    continue
                 info = source.checkpoint.tensors[source.names[name]]
                 shown = info.name.replace(".0.", f".{{0...{last}}}.", 1) if ref.kind == "layer" else info.name
                 if ref.kind == "layer" and info.name.startswith("0."):
@@ -133,12 +152,8 @@ def warnings(source: SourceModel) -> list[str]:
 def _vocabulary_warnings(source: SourceModel) -> list[str]:
     """What the tokenizer says about the rows of the embeddings, and what the family has to say."""
     rows, found, tokens = source.spec.vocab_size, [], None
-    try:
+    with contextlib.suppress(CheckpointError):  # a broken tokenizer stops the conversion, and is told there
         tokens = vocabulary_size(source.checkpoint.path)
-    except CheckpointError as error:
-        found.append(str(error))
     if tokens is not None and tokens < rows:
         found.append(f"the embeddings have {rows} rows and the tokenizer {tokens} ids: all rows are kept, padding too")
-    if tokens is not None and tokens > rows:
-        found.append(f"the embeddings have {rows} rows and the tokenizer {tokens} ids: text can give ids without a row")
     return found + source.family.remarks(source.checkpoint.config, tokens)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converter.errors import CheckpointError, UnsupportedError
+from converter.errors import UnsupportedError
 from converter.families.opened import SourceModel
-from converter.files.tokenizer import first_difference
+from converter.files.tokenizer import first_difference, ids_without_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,23 +37,14 @@ class Vocabulary:
             raise ids_without_rows(self.name, self.tokens, self.rows)
 
 
-def ids_without_rows(where: str, tokens: int, rows: int) -> CheckpointError:
-    """The error of a tokenizer that is larger than the embeddings."""
-    return CheckpointError(
-        f"the tokenizer has {tokens} ids and the embeddings have {rows} rows",
-        where=where,
-        why="text can give ids without a row, and a model cannot read those",
-        fix="Take the added tokens out of the tokenizer's files, or resize the embeddings "
-        "(`model.resize_token_embeddings(len(tokenizer))`) and train them",
-    )
-
-
 def common_ids(a: Vocabulary, b: Vocabulary) -> int:
     """How many ids, from 0 on, two models share: all, or those that have a token where one of them has padding rows.
 
     Raises UnsupportedError, naming both, where the tokenizers differ or the rows of one that the other lacks have
-    tokens, or where no tokenizer says what they are.
+    tokens, or where no tokenizer says what they are; CheckpointError where a tokenizer has ids without a row.
     """
+    a.check()
+    b.check()
     if a.tokenizer is not None and b.tokenizer is not None:
         difference = first_difference(a.tokenizer, b.tokenizer, (a.name, b.name))
         if difference is not None:

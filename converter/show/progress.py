@@ -13,6 +13,15 @@ if TYPE_CHECKING:
 
 #: Width of what goes to a file or a pipe.
 _WIDTH = 120
+#: Characters of a text that are shown; the middle of a longer one is left out.
+_LONGEST = 2000
+
+
+def printable(text: str) -> str:
+    """What stands in users' files, shown as it is: control characters, which could steer a terminal, are escaped."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} [...] {text[-_LONGEST // 2 :]}"
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def plain_console(**options: Any) -> Console:
@@ -50,10 +59,11 @@ class Bars(Progress):
     def say(self, text: str) -> None:
         """A line that stays."""
         if not self._hidden:
-            self._bars.console.print(text)
+            self._bars.console.print(printable(text))
 
     def stage(self, name: str, total: int, done: int = 0, unit: str = "bytes") -> None:
         """A new bar."""
+        name = printable(name)
         self._name, self._done, self._total, self._unit = name, done, total, unit
         self._task = self._bars.add_task(name, total=total, completed=done, figures="")
 

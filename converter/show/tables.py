@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+import rich.table
 from rich.text import Text
 
 from converter.blocks import LINEARS, Dropped
+from converter.show.progress import printable
 
 if TYPE_CHECKING:  # `inspect` prints its tables without torch
     from converter.conversion.plan import Plan
@@ -21,11 +22,25 @@ if TYPE_CHECKING:  # `inspect` prints its tables without torch
     from converter.measure.yardstick import Shifted
 
 
+class Table(rich.table.Table):
+    """A table that shows the texts of users' files as they are."""
+
+    def __init__(self, title: str, show_header: bool = True) -> None:
+        super().__init__(title=printable(title), show_header=show_header)
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(printable(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
+#: Reasons against a conversion that are shown at most.
+_STOPS = 3
+
+
 def damage_table(report: ConversionReport) -> Table:
     """Cumulative damage by op."""
     first = next((step.comparison.total for step in report.steps if step.comparison), None)
     measured = ", cumulative, nats per token on held-out text" if first is not None else ": nothing was measured"
-    table = Table(title=f"Damage by op{measured}", title_justify="left")
+    table = Table(title=f"Damage by op{measured}")
     for heading in ("after op", "kind"):
         table.add_column(heading)
     for heading in ("KL to source", "loss", "against source", "top-1 agreement") if first is not None else ():
@@ -56,7 +71,7 @@ def _figure_cells(figures: Figures) -> list[str]:
 
 def comparison_table(comparison: Comparison, title: str) -> Table:
     """A comparison by position bucket."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title)
     for heading in ("positions", "tokens", "KL to source", "loss", "against source", "top-1 agreement"):
         table.add_column(heading, justify="right")
     for figures in (*comparison.buckets, comparison.total):
@@ -70,7 +85,7 @@ def comparison_table(comparison: Comparison, title: str) -> Table:
 
 def cost_table(report: ConversionReport) -> Table:
     """Source beside result: size and speed."""
-    table = Table(title="Cost", title_justify="left")
+    table = Table(title="Cost")
     table.add_column("")
     for heading in ("source", "result", "ratio"):
         table.add_column(heading, justify="right")
@@ -88,7 +103,7 @@ def cost_table(report: ConversionReport) -> Table:
 def errors_table(report: ConversionReport) -> Table:
     """Relative errors that the ops noted, a row a layer, and one for embeddings and head where there is something."""
     columns = [(f"{step.name}, {name}", values) for step in report.steps for name, values in step.errors.items()]
-    table = Table(title="Relative errors of single layers, on calibration text", title_justify="left")
+    table = Table(title="Relative errors of single layers, on calibration text")
     table.add_column("layer", justify="right")
     for heading, _ in columns:
         table.add_column(heading, justify="right")
@@ -102,7 +117,7 @@ def errors_table(report: ConversionReport) -> Table:
 
 def yardstick_table(rows: Sequence[Shifted]) -> Table:
     """The source with shifted positions against itself."""
-    table = Table(title="Yardstick: the source with shifted positions against itself", title_justify="left")
+    table = Table(title="Yardstick: the source with shifted positions against itself")
     for heading in ("shift", "position 0", "KL", "loss"):
         table.add_column(heading, justify="right" if heading != "position 0" else "left")
     for row in rows:
@@ -114,7 +129,7 @@ def yardstick_table(rows: Sequence[Shifted]) -> Table:
 def damage_by_position_table(report: ConversionReport) -> Table:
     """KL to the source after each op that changes something, by position bucket."""
     steps = [step for step in report.steps if step.comparison is not None and step.needed and not step.exact]
-    table = Table(title="KL to the source by position, cumulative", title_justify="left")
+    table = Table(title="KL to the source by position, cumulative")
     table.add_column("positions", justify="right")
     for step in steps:
         table.add_column(step.name, justify="right")
@@ -126,9 +141,29 @@ def damage_by_position_table(report: ConversionReport) -> Table:
 
 
 def inspection_table(found: Inspection) -> Table:
-    """The facts of a checkpoint, two columns."""
+    """The facts of a checkpoint and what stops its conversion, two columns."""
+    table = Table(title=str(found.path), show_header=False)
+    rows = {"family": found.family or "not one that we know"}
+    rows |= {key: str(value) for key, value in found.config_facts.items()} if found.spec is None else _spec_rows(found)
+    rows |= {
+        "stored as": ", ".join(f"{dtype} ({count} tensors)" for dtype, count in found.dtypes.items()) or "no tensors",
+        "parameters": f"{found.parameters:,}",
+        "bytes": f"{found.bytes:,}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    for each in found.warnings:
+        table.add_row(Text("note", style="yellow"), each)
+    for number, each in enumerate(found.stops[:_STOPS]):
+        more = len(found.stops) - _STOPS if number == _STOPS - 1 else 0
+        also = f" {more} more faults: `converter check` lists them." if more > 0 else ""
+        table.add_row(Text("does not convert", style="red"), each + also)
+    return table
+
+
+def _spec_rows(found: Inspection) -> dict[str, str]:
     spec = found.spec
-    table = Table(title=str(found.path), title_justify="left", show_header=False)
+    assert spec is not None
     heads = f"{spec.num_heads} heads of {spec.head_dim}"
     if spec.num_kv_heads != spec.num_heads:
         heads += f", {spec.num_kv_heads} key-value heads"
@@ -137,8 +172,7 @@ def inspection_table(found: Inspection) -> Table:
         positions = f"RoPE, theta {spec.rope.theta:g}, {spec.rope.layout.value}"
         positions += f", scaling {dict(spec.rope.scaling)}" if spec.rope.scaling else ""
     mlp = f"{'gated' if spec.gated_mlp else 'plain'}, {spec.activation.value}, width {spec.intermediate_size}"
-    rows = {
-        "family": found.family,
+    return {
         "layers": str(spec.num_layers),
         "hidden size": str(spec.hidden_size),
         "attention": heads,
@@ -148,20 +182,12 @@ def inspection_table(found: Inspection) -> Table:
         "context": str(spec.context),
         "vocabulary": f"{spec.vocab_size}, head {'tied to the embeddings' if spec.tied_head else 'of its own'}",
         "biases": ", ".join(part for part in LINEARS if part in spec.biases) or "none",
-        "stored as": ", ".join(f"{dtype} ({count} tensors)" for dtype, count in found.dtypes.items()),
-        "parameters": f"{found.parameters:,}",
-        "bytes": f"{found.bytes:,}",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    for each in found.warnings:
-        table.add_row(Text("note", style="yellow"), each)
-    return table
 
 
 def mapping_table(found: Inspection) -> Table:
     """Which tensor becomes which role."""
-    table = Table(title="Tensors and their roles", title_justify="left")
+    table = Table(title="Tensors and their roles")
     for heading in ("tensor", "shape", "becomes", "how"):
         table.add_column(heading, overflow="fold")
     for row in found.mapping:
@@ -173,7 +199,7 @@ def mapping_table(found: Inspection) -> Table:
 
 def plan_tables(plan: Plan) -> list[Table]:
     """A dry run: the steps, and the three accounts."""
-    steps = Table(title="Plan", title_justify="left")
+    steps = Table(title="Plan")
     for heading in ("op", "kind"):
         steps.add_column(heading)
     for step in plan.steps:
@@ -182,7 +208,7 @@ def plan_tables(plan: Plan) -> list[Table]:
         steps.add_row(
             step_title(step.op.name, parameters), kind + (", calibrated" if step.op.calibrated and step.needed else "")
         )
-    accounts = Table(title="Accounts", title_justify="left")
+    accounts = Table(title="Accounts")
     for heading in ("account", "what", "why"):
         accounts.add_column(heading, overflow="fold")
     accounts.add_row("used", f"{len(plan.source.used)} tensors", "")
@@ -191,14 +217,14 @@ def plan_tables(plan: Plan) -> list[Table]:
     ignored = {key: why for key, why in plan.source.config_accounts.items() if why != "read"}
     for key, why in ignored.items():
         accounts.add_row("ignored", f"config.{key}", why)
-    result = Table(title="Result", title_justify="left", show_header=False)
+    result = Table(title="Result", show_header=False)
     result.add_row("family", plan.target.name)
     result.add_row("tensors", f"{len(plan.tensors)}")
     result.add_row("parameters", f"{plan.parameters:,}")
     result.add_row("dtype", plan.dtype)
     result.add_row("bytes", f"{plan.output_bytes:,}")
     result.add_row("peak memory of the weights", f"{plan.peak_bytes:,} bytes")
-    shapes = Table(title="Tensors of the result", title_justify="left")
+    shapes = Table(title="Tensors of the result")
     for heading in ("tensor", "shape"):
         shapes.add_column(heading)
     last = plan.target_spec.num_layers - 1
@@ -256,7 +282,7 @@ def markdown(table: Table) -> str:
 
 def evaluations_table(report: HealReport) -> Table:
     """Held-out figures as the run went on."""
-    table = Table(title="Healing, nats per token on held-out text", title_justify="left")
+    table = Table(title="Healing, nats per token on held-out text")
     for heading in ("step", "loss", f"KL to {report.compared_with.removeprefix('the ')}"):
         table.add_column(heading, justify="right")
     for each in report.evaluations:
@@ -267,7 +293,7 @@ def evaluations_table(report: HealReport) -> Table:
 def result_table(report: HealReport) -> Table:
     """All models side by side: the source, the converted and the healed one, and the controls."""
     tokens = f"{report.tokens / 1e6:.3g} M tokens"
-    table = Table(title=f"After {tokens}, nats per token on held-out text", title_justify="left")
+    table = Table(title=f"After {tokens}, nats per token on held-out text")
     for heading in ("model", "loss", "against source", "KL to source"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for name, loss, increase, kl in _rows(report):
@@ -314,7 +340,7 @@ def heal_tables(report: HealReport) -> list[Any]:
 
 def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
     """A row for each model and context length; and loss by position, a table for each context length."""
-    total = Table(title="Held-out loss, nats per token", title_justify="left")
+    total = Table(title="Held-out loss, nats per token")
     for heading in ("model", "context", "tokens", "loss", "perplexity", "bits per byte", "KL to first", "agreement"):
         total.add_column(heading, justify="left" if heading == "model" else "right", overflow="fold")
     for evaluation in evaluations:
@@ -328,13 +354,13 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
 
 
 def _position_table(evaluations: Sequence[Evaluation], context: int) -> Table:
-    table = Table(title=f"Loss by position in a window of {context}", title_justify="left")
+    table = Table(title=f"Loss by position in a window of {context}")
     table.add_column("positions", justify="right")
     columns = []
     for evaluation in evaluations:
         for at in evaluation.results:
             if at.context == context:
-                table.add_column(evaluation.path, justify="right", overflow="fold")
+                table.add_column(printable(evaluation.path), justify="right", overflow="fold")
                 columns.append({figures.first: figures for figures in at.buckets})
     spans = {first: figures.last for column in columns for first, figures in column.items()}
     for first in sorted(spans):
