@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from test_rope_families import GPTJ, LLAMA_LIKE, NEOX, make
 
 from converter.conversion.run import convert
-from converter.errors import ConverterError, UnsupportedError
+from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.files.record import read_stamp
 from converter.measure.models import RunnableCheckpoint, load_plain
@@ -312,6 +312,26 @@ class TestInPlace:
             swap_in_place(folder, to=HALF_SPLIT)
         assert roll_back(folder)
         assert not roll_back(folder)
+
+    @pytest.mark.parametrize("name", ["old", "plan"])
+    def test_a_journal_with_one_other_bit_touches_nothing(self, name, tmp_path, monkeypatch):
+        folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
+        with monkeypatch.context() as patched:
+            patched.setattr(patch.Journal, "apply", stop)
+            with pytest.raises(Stopped):
+                swap_in_place(folder, to=INTERLEAVED)
+        before, file = contents(folder), folder / FOLDER / name
+        whole = file.read_bytes()
+        for back in range(1, 1500, 100):  # the end of `old` is a tensor's
+            file.write_bytes(whole[:-back] + bytes([whole[-back] ^ 4]) + whole[len(whole) - back + 1 :])
+            for finish in (lambda folder: swap_in_place(folder, to=INTERLEAVED), roll_back):
+                with pytest.raises(
+                    CheckpointError, match="the journal of a swap is damaged, and this command changes nothing"
+                ):
+                    finish(folder)
+                assert contents(folder) == before
+        file.write_bytes(whole)
+        assert roll_back(folder)
 
     @pytest.mark.slow
     def test_killed_at_fifty_random_moments(self, tmp_path):

@@ -1,7 +1,7 @@
 """The journal of a swap in place: what the rows were, and what is being done, in a folder beside the weights.
 
     .rope-swap/old     the bytes of every tensor that moves, as they were
-    .rope-swap/plan    what is to be done; it appears, by a rename, when `old` is on the disk
+    .rope-swap/plan    what is to be done, under its own sha256; it appears, by a rename, when `old` is on the disk
 
 Without a plan nothing has been touched, and the journal is thrown away. With one, a run that goes on makes the new
 bytes from `old`, not from the files, so from any state in between it gives the same; so does undoing. Only the
@@ -9,14 +9,17 @@ run that wrote the plan takes them from the files, for it knows that it has touc
 
 A power cut may keep any part of what was written after the last sync, in any order. So `old` and its folder are synced
 before the plan is there, the plan before a row moves, and the rows before the plan goes: whatever page of the
-checkpoint is old, new or torn, the plan and all of `old` are still there.
+checkpoint is old, new or torn, the plan and all of `old` are still there. The plan has a CRC-32 of every tensor in
+`old`, for what a bad disk or a bad copy changed there must not get into the checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -47,9 +50,11 @@ class Plan:
     #: The text of the stamp afterwards, and before; None where there was none.
     stamp: str
     old_stamp: str | None
+    #: CRC-32 of each move's bytes before it.
+    old_sums: list[int]
 
-    def to_json(self, root: Path) -> str:
-        """As text; files are named from `root`, for the folder may be moved."""
+    def to_text(self, root: Path) -> str:
+        """As JSON under its sha256; files are named from `root`, for the folder may be moved."""
         facts = {
             "from": self.settlement.layout.value,
             "to": self.to.value,
@@ -57,22 +62,31 @@ class Plan:
             "note": self.settlement.note,
             "stamp": self.stamp,
             "old_stamp": self.old_stamp,
+            "old_sums": self.old_sums,
             "moves": [
                 {**vars(move), "file": move.file.relative_to(root).as_posix(), "order": move.order.tolist()}
                 for move in self.moves
             ],
         }
-        return json.dumps(facts)
+        text = json.dumps(facts)
+        return f"{_sha256(text)}\n{text}"
 
     @classmethod
-    def from_json(cls, text: str, root: Path) -> Plan:
-        """The inverse; raises ValueError or KeyError where it is damaged."""
+    def from_text(cls, content: str, root: Path) -> Plan:
+        """The inverse; raises ValueError where it is damaged."""
+        digest, _, text = content.partition("\n")
+        if digest != _sha256(text):
+            raise ValueError("Its sha256 is another than the one in its first line")
         facts: dict[str, Any] = json.loads(text)
         moves = [
             Move(**{**move, "file": root / move["file"], "order": np.array(move["order"])}) for move in facts["moves"]
         ]
         settlement = Settlement(RopeLayout(facts["from"]), facts["voices"], facts["note"])
-        return cls(settlement, RopeLayout(facts["to"]), moves, facts["stamp"], facts["old_stamp"])
+        return cls(settlement, RopeLayout(facts["to"]), moves, facts["stamp"], facts["old_stamp"], facts["old_sums"])
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Journal:
@@ -81,6 +95,7 @@ class Journal:
     def __init__(self, checkpoint: Path) -> None:
         self.root, self.folder = checkpoint, checkpoint / FOLDER
         self.old, self.plan = self.folder / "old", self.folder / "plan"
+        self.old_sums: list[int] = []
 
     def load(self) -> Plan | None:
         """The plan of a swap that has begun to touch the files; one that has not is thrown away."""
@@ -89,17 +104,31 @@ class Journal:
         if not self.plan.exists():
             shutil.rmtree(self.folder)
             return None
+        for file in (self.plan, self.old):
+            if not file.is_file():
+                raise _damaged(file, "It is no file")
         try:
-            plan = Plan.from_json(self.plan.read_text(encoding="utf-8"), self.root)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError("the journal of a swap is damaged", where=str(self.plan), why=str(error)) from error
-        if self.old.stat().st_size != self._size(plan.moves):
-            raise CheckpointError("the journal of a swap is damaged", where=str(self.old), why="It has another size")
+            plan = Plan.from_text(self.plan.read_text(encoding="utf-8"), self.root)
+        except ValueError as error:
+            raise _damaged(self.plan, str(error)) from error
+        self._check_old(plan)
         return plan
+
+    def _check_old(self, plan: Plan) -> None:
+        """The old bytes are those that were saved."""
+        if self.old.stat().st_size != self._size(plan.moves):
+            raise _damaged(self.old, "It has another size")
+        with self.old.open("rb") as old:
+            for (place, move), saved in zip(self.places(plan.moves), plan.old_sums, strict=True):
+                if _crc32(old.fileno(), place, place + move.nbytes) != saved:
+                    raise _damaged(self.old, f"The bytes of '{move.name}' are not those that were saved")
 
     @contextmanager
     def saving(self, moves: list[Move]) -> Iterator[None]:
-        """Copy what is to be overwritten, beside what the caller does; an error of either leaves no journal."""
+        """Copy what is to be overwritten, beside what the caller does; an error of either leaves no journal.
+
+        Afterwards `old_sums` has the CRC-32 of each tensor.
+        """
         self.folder.mkdir()
         try:
             with beside(lambda: self._save(moves)):
@@ -109,11 +138,14 @@ class Journal:
             raise
 
     def _save(self, moves: list[Move]) -> None:
+        self.old_sums = []
         with NewFile(self.old, self._size(moves)) as old:
             for place, move in self.places(moves):
                 old.room(place - old.position)[:] = 0
                 with move.file.open("rb") as file:
-                    old.copy(file.fileno(), move.start, move.start + move.nbytes)
+                    span = file.fileno(), move.start, move.start + move.nbytes
+                    old.copy(*span)
+                    self.old_sums.append(_crc32(*span))
             old.finish()
         fsync(self.root)
 
@@ -131,7 +163,7 @@ class Journal:
 
     def begin(self, plan: Plan) -> None:
         """From here on the files may be touched: the old bytes are on the disk."""
-        self.replace(self.plan, plan.to_json(self.root))
+        self.replace(self.plan, plan.to_text(self.root))
 
     def apply(self, moves: list[Move], *, untouched: bool) -> None:
         """Write the new bytes, made from those of the files if these are `untouched`, else from the old ones."""
@@ -184,6 +216,23 @@ class Journal:
             os.fsync(handle.fileno())
         partial.replace(file)
         fsync(file.parent)
+
+
+def _crc32(handle: int, start: int, end: int) -> int:
+    """Of a part of an open file."""
+    found = 0
+    for place in range(start, end, PIECE):
+        found = zlib.crc32(mapped(handle, place, min(place + PIECE, end)).data, found)
+    return found
+
+
+def _damaged(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        "the journal of a swap is damaged, and this command changes nothing",
+        where=str(file),
+        why=why,
+        fix="Restore it from a copy, or replace the whole checkpoint by one and delete this folder",
+    )
 
 
 def sync(moves: list[Move]) -> None:

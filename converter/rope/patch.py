@@ -53,7 +53,8 @@ def swap_in_place(
             before = read_rows(opened)
         stamp_file = folder / STAMP
         old_stamp = stamp_file.read_text(encoding="utf-8") if stamp_file.exists() else None
-        plan = Plan(settlement, to, moves, stamped(folder, opened, settlement, to, len(moves)), old_stamp)
+        stamp = stamped(folder, opened, settlement, to, len(moves))
+        plan = Plan(settlement, to, moves, stamp, old_stamp, journal.old_sums)
         journal.begin(plan)
         journal.apply(moves, untouched=True)
         return _finish(opened, journal, plan, before)
