@@ -13,12 +13,12 @@ _LONGEST = 800
 
 def paragraph(*parts: str | None) -> str:
     """Parts as sentences on one line, each but the first with a capital; what the input puts in is made printable."""
-    printable = (_printable(part) for part in parts if part)
-    sentences = (part if part.endswith((".", "?", "!")) else part + "." for part in printable if part)
+    told = filter(None, (printable(part) for part in parts if part))
+    sentences = (part if part.endswith((".", "?", "!")) else part + "." for part in told)
     return " ".join(sentence[0].upper() + sentence[1:] if n else sentence for n, sentence in enumerate(sentences))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """One line of a length that people read; control characters, which could steer a terminal, as Python escapes."""
     text = " ".join(text.split())
     if len(text) > _LONGEST:

@@ -578,3 +578,9 @@ def test_a_compressed_pickle_is_refused_before_it_is_unpacked(tmp_path):
         archive.writestr("archive/data.pkl", bytes(10_000_000))
     with pytest.raises(CheckpointError, match="is compressed"):
         Checkpoint.open(folder)
+
+
+def test_a_tensor_without_data_is_refused(folder):
+    torch.save({"a.weight": torch.zeros(3, 5, device="meta")}, folder / BIN)
+    with pytest.raises(CheckpointError, match=r"'a\.weight' is not plain: .* on meta"):
+        Checkpoint.open(folder)

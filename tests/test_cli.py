@@ -320,3 +320,13 @@ def test_what_the_input_puts_into_a_message_is_one_printable_line(tmp_path):
     assert line.isprintable()
     assert r"\x1b[31m\ud800name" in line
     assert len(line) < 2_000
+
+
+def test_a_name_that_is_no_text_is_printed_as_an_escape(tmp_path):
+    folder = models.save(models.gpt2(), tmp_path / "model")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace("{", r'{"\ud800": 1, "\ud800": 2, ', 1))
+    for arguments in ((), ("--json",)):
+        result = run("check", folder, *arguments)
+        assert result.exit_code == 1
+        assert r"\ud800" in result.output

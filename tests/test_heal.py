@@ -245,6 +245,20 @@ def test_what_was_recorded_before_a_kill_is_kept(run, monkeypatch):
     assert len(asked.digests) == len(set(asked.digests)) + 1
 
 
+def test_a_damaged_record_is_asked_for_again(run, tmp_path, monkeypatch):
+    whole = run("whole", "heal.teacher=recorded", "heal.top_k=8")
+    with pytest.raises(KeyboardInterrupt):
+        run("again", "heal.teacher=recorded", "heal.top_k=8", progress=StopAt(7, kill))
+    (record,) = tmp_path.glob(".again.partial/.heal/teacher-*/*.safetensors")
+    content = bytearray(record.read_bytes())
+    content[-50] ^= 64
+    record.write_bytes(content)
+    asked = Asked(monkeypatch)
+    report = run("again", "heal.teacher=recorded", "heal.top_k=8", resume=True)
+    assert asked.digests
+    assert same_weights(report.target, whole.target)
+
+
 def test_the_best_evaluation_is_what_is_written(run):
     report = run("wild", "heal.rate=0.3", "heal.warmup=0.9", "heal.schedule=1-sqrt", "heal.evaluate_every=2")
     assert report.best.step < STEPS

@@ -415,3 +415,14 @@ def test_a_gpt2_written_again_is_the_same(facts: dict[str, Any], tmp_path: Path,
     recipe.write_text("name: again\ntarget: gpt2\nsteps: []\n")
     converter.convert(models.save(model, tmp_path / "a"), tmp_path / "b", recipe=str(recipe), verify=False)
     assert torch.equal(models.reference_logits(tmp_path / "b", ids), models.reference_logits(tmp_path / "a", ids))
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_lists_within_lists_beside_the_weights_are_looked_at_once(deep, tmp_path):
+    nested: list[Any] = []
+    for _ in range(200 if deep else 60):
+        nested = [nested] if deep else [nested, nested]  # in pairs: 2^60 ways to the innermost
+    loop: dict[str, Any] = {}
+    loop["self"] = loop
+    content = saved(Model()) | {"lists": nested, "loop": loop}
+    assert SourceModel.open(write(tmp_path / "model", content)).family.name == "nanogpt"

@@ -207,3 +207,8 @@ def test_listing_the_recipes_imports_no_torch() -> None:
     listed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert [line.split()[0] for line in listed.splitlines()] == list(shipped_recipes())
     assert load_recipe("gpt2-to-llama").description in listed
+
+
+def test_a_recipe_that_is_nested_too_deeply_is_refused():
+    with pytest.raises(RecipeError, match="mine: this is nested too deeply"):
+        parse_recipe("name: " + "[" * 10_000 + "]" * 10_000, "mine")

@@ -415,3 +415,11 @@ def test_ten_megabytes_take_seconds(tmp_path, tokenizer):
 def test_importing_the_module_imports_no_torch():
     code = "import sys, converter.text.windows; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_npy_whose_header_is_no_python_is_refused(tmp_path):
+    path = tmp_path / "ids.npy"
+    np.save(path, np.zeros((2, 3), np.int64))
+    path.write_bytes(path.read_bytes().replace(b"}", b"("))
+    with pytest.raises(ConverterError, match=r"not a sound \.npy"):
+        read_documents([path], None, vocab_size=10, end_of_text=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import traceback
 from collections.abc import Callable, Sized
 from pathlib import Path
@@ -27,6 +29,9 @@ class _Group(click.Group):
     """Shows a ConverterError as one paragraph and exits with its code; `--debug` shows the traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        for stream in (sys.stdout, sys.stderr):  # a name of the input may not be text at all
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except ConverterError as error:

@@ -135,6 +135,8 @@ def parse_recipe(text: str, where: str, overrides: Iterable[str] = ()) -> Recipe
     """Parse and check a recipe's text; raises RecipeError with file and line."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise RecipeError("this is nested too deeply", where=where) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where

@@ -136,11 +136,12 @@ class TorchFile:
         import torch
 
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if plain and not tensor.is_quantized and is_known_dtype(_dtype_name(tensor)):
+        if plain and tensor.device.type == "cpu" and not tensor.is_quantized and is_known_dtype(_dtype_name(tensor)):
             return True
+        kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}, on {tensor.device}"
         on_fault(
             CheckpointError(
-                f"tensor '{name}' is not plain: {type(tensor).__name__}, {tensor.layout}, {tensor.dtype}",
+                f"tensor '{name}' is not plain: {kind}",
                 where=str(self.path),
                 tensor=name,
                 fix="Consolidate, densify or dequantise the checkpoint first.",
@@ -191,11 +192,22 @@ def _refuse_compressed(path: Path) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (str, int, float))
+    """Whether a value is numbers, text, or lists and dicts of them, each looked at once, however often it is held."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if not isinstance(value, (dict, list, tuple)):
+            if value is not None and not isinstance(value, (str, int, float)):
+                return False
+        elif id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, dict):
+                if not all(isinstance(key, str) for key in value):
+                    return False
+                waiting += value.values()
+            else:
+                waiting += value
+    return True
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from converter.files.output import disk_errors, fsync
@@ -39,6 +39,7 @@ class RecordedTeacher:
     def __init__(self, folder: Path, k: int, context: int) -> None:
         self._folder, self.k, self._context = folder, k, context
         self._places: dict[bytes, tuple[Any, int]] = {}  # an open file, and the row in it
+        self._sound: set[Path] = set()
 
     def __call__(self, sequences: Sequences, layers: bool = False) -> Answer:
         """Its answers for a batch, all of which it was asked before."""
@@ -75,9 +76,13 @@ class RecordedTeacher:
                 self._write(waiting)
 
     def look(self) -> None:
-        """Find out what is in the files."""
+        """Find out what is in the files. One that is damaged counts as absent: what it said is asked for again."""
         self._places = {}
         for file in sorted(self._folder.glob("*.safetensors")):
+            if file not in self._sound:
+                if not file.is_file() or _name_of(file.read_bytes()) != file.name:
+                    continue
+                self._sound.add(file)
             opened: Any = safe_open(file, "pt")
             for row, digest in enumerate(opened.get_tensor("digests")):
                 self._places[bytes(digest.tolist())] = opened, row
@@ -108,12 +113,16 @@ class RecordedTeacher:
         digests = torch.tensor([list(digest) for digest, _, _ in rows], dtype=torch.uint8)
         tensors = {"digests": digests, "ids": torch.stack([row[1] for row in rows])}
         tensors["log_p"] = torch.stack([row[2] for row in rows])
-        # Several processes write here: what has the same name must be the same, or not of the same name while written.
-        name = hashlib.sha256(b"".join(digest for digest, _, _ in rows)).hexdigest()[:32]
-        final, partial = self._folder / f"{name}.safetensors", self._folder / f"{uuid.uuid4().hex}.partial"
-        save_file(tensors, partial)
+        content = save(tensors)
+        partial = self._folder / f"{uuid.uuid4().hex}.partial"  # several processes write here
+        partial.write_bytes(content)
         fsync(partial)
-        partial.rename(final)
+        partial.rename(self._folder / _name_of(content))
+
+
+def _name_of(content: bytes) -> str:
+    """A file of answers is named by its digest: of one name there is one content, and damage shows."""
+    return f"{hashlib.sha256(content).hexdigest()}.safetensors"
 
 
 def folder_for(work: Path, teacher: object, k: int) -> Path:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converter.errors import CheckpointError, ConverterError, UnsupportedError, paragraph
+from converter.errors import CheckpointError, ConverterError, UnsupportedError, paragraph, printable
 from converter.files.checkpoint import Checkpoint, TensorInfo
 from converter.files.tokenizer import load_tokenizer, vocabulary_size
 from converter.measure.examine import Examined, examine
@@ -44,7 +44,7 @@ class Fault:
         return {**asdict(self), "file": str(self.file)}
 
     def __str__(self) -> str:
-        return f"{'remark' if self.remark else 'fault'}: {self.file}: {self.what}"
+        return printable(f"{'remark' if self.remark else 'fault'}: {self.file}: {self.what}")
 
 
 def check(path: str | Path, full: bool = False, *, progress: Progress | None = None) -> tuple[Fault, ...]:

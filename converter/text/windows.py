@@ -232,7 +232,7 @@ def _read_npy(path: Path, vocab_size: int) -> list[Ids]:
     try:
         # A map never unpickles, and reads the header alone: a damaged one cannot claim all memory.
         array = np.lib.format.open_memmap(path, mode="r")
-    except (OSError, ValueError, EOFError, OverflowError) as error:
+    except Exception as error:  # numpy parses the header as Python, and passes on whatever that says
         raise ConverterError("The file is not a sound .npy", where=str(path), why=str(error), fix=fix) from error
     if array.dtype.kind not in "iu" or array.ndim != 2:
         raise ConverterError(
