@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from converter.conversion.report import ConversionReport
     from converter.conversion.run import convert, plan_conversion
     from converter.errors import ConverterError
+    from converter.families import Family, TargetFamily
     from converter.healing.report import HealReport
     from converter.healing.run import heal
     from converter.healing.upgrade import upgrade
@@ -34,39 +35,55 @@ if TYPE_CHECKING:
     from converter.measure.inspect import Inspection, inspect
     from converter.measure.metrics import Comparison
     from converter.measure.verify import verify
+    from converter.ops import Calibration, Op
+    from converter.rope.detect import detect as detect_rope
+    from converter.rope.swap import swap as swap_rope
 
 __all__ = [
+    "Calibration",
     "Comparison",
     "ConversionReport",
     "ConverterError",
     "Evaluation",
+    "Family",
     "Fault",
     "HealReport",
     "Inspection",
+    "Op",
+    "TargetFamily",
     "check",
     "convert",
+    "detect_rope",
     "evaluate",
     "heal",
     "inspect",
     "plan_conversion",
+    "swap_rope",
     "upgrade",
     "verify",
 ]
 
+#: Public name -> its module, and its name there where that is another.
 _HOMES = {
+    "Calibration": "ops",
     "Comparison": "measure.verify",
     "ConversionReport": "conversion.report",
     "ConverterError": "errors",
     "Evaluation": "measure.evaluate",
+    "Family": "families",
     "Fault": "measure.check",
     "HealReport": "healing.report",
     "Inspection": "measure.inspect",
+    "Op": "ops",
+    "TargetFamily": "families",
     "check": "measure.check",
     "convert": "conversion.run",
+    "detect_rope": "rope.detect:detect",
     "evaluate": "measure.evaluate",
     "heal": "healing.run",
     "inspect": "measure.inspect",
     "plan_conversion": "conversion.run",
+    "swap_rope": "rope.swap:swap",
     "upgrade": "healing.upgrade",
     "verify": "measure.verify",
 }
@@ -75,4 +92,5 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'converter' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"converter.{_HOMES[name]}"), name)
+    module, _, own = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(f"converter.{module}"), own or name)

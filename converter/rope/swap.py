@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converter.errors import ConverterError
+from converter.errors import ConverterError, did_you_mean
 from converter.families.opened import SourceModel
 from converter.families.rotating import rotating_mappings
 from converter.files.checkpoint import Checkpoint
@@ -61,17 +61,20 @@ def swap(
     source: str | Path,
     target: str | Path,
     *,
-    to: RopeLayout,
-    claimed: RopeLayout | None = None,
+    to: RopeLayout | str,
+    claimed: RopeLayout | str | None = None,
     text: Path | None = None,
     overwrite: bool = False,
     say: Say = lambda line: None,
 ) -> SwapReport:
-    """Write the checkpoint in `source` to `target` with its rows in layout `to`.
+    """Write the checkpoint in `source` to `target` with its rows in layout `to`, "half_split" or "interleaved".
+
+    `claimed` is what its rows are in now: where it is not so, nothing moves.
 
     Raises a ConverterError, and leaves nothing behind, where the layout cannot be settled or is `to`
     already; VerificationError where the scores differ afterwards.
     """
+    to, claimed = _layout(to), None if claimed is None else _layout(claimed)
     opened = open_source(Path(source))
     if opened.family.name in _OTHER_FORMATS:
         return _through_conversion(opened, Path(target), to, claimed, text, overwrite)
@@ -100,6 +103,13 @@ def swap(
             (output.partial / STAMP).write_text(stamped(root, opened, settlement, to, len(moves)), encoding="utf-8")
         output.commit()
     return make_report(opened, moves, settlement, to, error, left_behind)
+
+
+def _layout(name: str) -> RopeLayout:
+    names = [layout.value for layout in RopeLayout]
+    if name not in names:
+        raise ConverterError(f"'{name}' is no layout", fix=did_you_mean(name, names))
+    return RopeLayout(name)
 
 
 def _through_conversion(
