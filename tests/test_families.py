@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from models import TOLERANCE, VOCAB
 from torch import Tensor
-from transformers import GPT2LMHeadModel, LlamaForCausalLM
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
@@ -490,3 +492,57 @@ def test_a_scaled_rope_is_kept(scaling: dict[str, Any], tmp_path: Path, ids: Ten
     found, wanted = models.reference_logits(folder, ids), models.logits_of(model, ids)
     assert models.relative(found, wanted) <= 1e-5
     assert models.relative(models.logits_of(models.llama(), ids), wanted) > 0.1
+
+
+# Tensors of other shapes: the field or the transposition that explains them all is named
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "words"),
+    [
+        (models.llama, {"head_dim": ...}, "where head_dim is 16, and the config has none and means 5"),
+        (models.llama, {"head_dim": 8}, "where head_dim is 16, and the config says 8"),
+        (
+            models.llama,
+            {"num_key_value_heads": ...},
+            "where num_key_value_heads is 2, and the config has none and means 8",
+        ),
+        (models.llama, {"num_attention_heads": 4}, "where num_attention_heads is 8, and the config says 4"),
+        (models.llama, {"intermediate_size": 64}, "where intermediate_size is 72, and the config says 64"),
+        (models.gpt2, {"n_inner": ...}, "where n_inner is 80, and the config has none and means 192"),
+        (models.gpt2, {"vocab_size": 60}, "where vocab_size is 61, and the config says 60"),
+        (models.gpt2, {"n_positions": 100}, "where n_positions is 72, and the config says 100"),
+        (models.gpt2, {"n_embd": 96}, "where n_embd is 48, and the config says 96"),
+        (models.opt, {"max_position_embeddings": 80}, "where max_position_embeddings is 72, and the config says 80"),
+    ],
+)
+def test_the_config_field_that_does_not_fit_is_named(
+    make: Callable[[], PreTrainedModel], changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    folder = models.save(make(), tmp_path, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        SourceModel.open(folder)
+    assert words in str(caught.value)
+
+
+def test_a_head_dim_that_cannot_be_made_up_is_asked_for(tmp_path: Path) -> None:
+    folder = models.save(models.llama(), tmp_path, num_attention_heads=6, head_dim=...)
+    with pytest.raises(CheckpointError, match=r"not a multiple of .*'head_dim' is not there.*Write 'head_dim' into"):
+        SourceModel.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (models.gpt2, "those of a gpt2 are (in, out), and here they are (out, in)"),
+        (models.llama, "those of a llama are (out, in), and here they are (in, out)"),
+    ],
+)
+def test_transposed_linears_are_named(make: Callable[[], PreTrainedModel], words: str, tmp_path: Path) -> None:
+    model = make()
+    tensors = models.tensors_of(model)
+    linears = [name for name, tensor in tensors.items() if tensor.ndim == 2 and re.search("attn|mlp", name)]
+    folder = models.write(tmp_path, models.config_of(model), tensors | {name: tensors[name].T for name in linears})
+    with pytest.raises(CheckpointError) as caught:
+        SourceModel.open(folder)
+    assert f"the linears lie transposed: {words}".capitalize() in str(caught.value)

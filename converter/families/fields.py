@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from converter.errors import CheckpointError
 from converter.families.config import ConfigReader
 from converter.spec import Activation, ModelSpec
 
@@ -57,7 +58,7 @@ def read_facts(
 
     sizes = {fact: read(fact, int) for fact in ("vocab_size", "hidden_size", "num_layers", "num_heads", "context")}
     hidden, heads, names = sizes["hidden_size"], sizes["num_heads"], {fact: field[0] for fact, field in fields.items()}
-    head_dim = read("head_dim", int) or config.divide(hidden, heads, names["hidden_size"], names["num_heads"])
+    head_dim = read("head_dim", int) or _head_dim(config, hidden, heads, names)
     kv_heads = read("num_kv_heads", int) or heads
     config.divide(heads, kv_heads, names["num_heads"], names.get("num_kv_heads", ""))
     more = {
@@ -71,3 +72,13 @@ def read_facts(
         key, default = fields["activation"]
         more["activation"] = config.one_of(key, activations, default)
     return ModelSpec(**{**sizes, **more, **facts})
+
+
+def _head_dim(config: ConfigReader, hidden: int, heads: int, names: Mapping[str, str]) -> int:
+    try:
+        return config.divide(hidden, heads, names["hidden_size"], names["num_heads"])
+    except CheckpointError as error:
+        if "head_dim" in names:
+            error.why = f"'{names['head_dim']}' is not there, so it is taken to be their quotient"
+            error.fix = f"Write '{names['head_dim']}' into the config, as the model was trained with it"
+        raise

@@ -26,6 +26,7 @@ from converter.errors import (
 )
 from converter.families import Family, find_family
 from converter.families.config import TOKEN_IDS, ConfigReader
+from converter.families.shapes import why_other_shapes
 from converter.files.checkpoint import Checkpoint
 from converter.files.hub import local_path
 from converter.files.record import read_stamp
@@ -280,8 +281,11 @@ class SourceModel:
                     fix=did_you_mean(name, self.names),
                 )
             )
+        found = {bare: self.checkpoint.tensors[name].shape for bare, name in self.names.items()}
+        wrong = any(found.get(bare, shape) != shape for bare, shape in expected.items())
+        why = why_other_shapes(self.family, self.spec, self.checkpoint.config, found) if wrong else None
         for bare, shape in expected.items():
             info = self.checkpoint.tensors[self.names[bare]] if bare in self.names else None
             if info is not None and info.shape != shape:
                 what = f"tensor '{info.name}' has shape {list(info.shape)}, and the config means {list(shape)}"
-                self._on_fault(CheckpointError(what, where=str(info.file), tensor=info.name))
+                self._on_fault(CheckpointError(what, where=str(info.file), tensor=info.name, why=why))
