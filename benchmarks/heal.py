@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from converter.conversion.run import convert
+from converter.conversion.settings import HealSettings
 from converter.errors import ConverterError
 from converter.families.opened import SourceModel
 from converter.healing.launch import start
@@ -31,7 +32,6 @@ from converter.healing.loop import Loop
 from converter.healing.parts import Learner, make_loop
 from converter.healing.report import HealReport
 from converter.healing.run import heal
-from converter.healing.settings import HealSettings
 from converter.measure.models import quiet_transformers
 from converter.show.progress import Bars, progress
 from converter.text.documents import Corpus
@@ -109,7 +109,7 @@ def small_models(folder: Path) -> tuple[Any, Any]:
 
 def our_loop(student: Any, teacher: SourceModel | None, ids: np.ndarray[Any, Any], folder: Path) -> Loop:
     """Our loop over rows of 256 tokens, 8 a step."""
-    settings = HealSettings(kl=float(teacher is not None), ce=float(teacher is None), tokens=10**9)
+    settings = HealSettings(tokens=10**9).replace(kl=float(teacher is not None), ce=float(teacher is None))
     documents = [Document(str(number), row) for number, row in enumerate(ids)]
     texts = HealTexts(Corpus.of(list(ids)), documents[:8], "random tokens")
     return make_loop(Learner(student, {}, teacher), settings, texts, 256, start("cpu", settings, (), folder), folder)

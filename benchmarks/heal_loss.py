@@ -20,13 +20,15 @@ _CHILD = """
 import json, sys, time
 import torch
 from torch.nn import functional as F
-from converter.healing.losses import Head, LossWeights, head_losses
+from converter.healing.head import Head, Told, head_losses
+from converter.losses.cross_entropy import CrossEntropy
+from converter.losses.kl import KL
 
 form, loss, chunk, tokens, hidden, vocab, threads = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 torch.set_num_threads(threads)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
-weights = {"ce": LossWeights(0.0, 1.0), "kl": LossWeights(1.0, 0.0), "kl+ce": LossWeights(1.0, 1.0)}[loss]
+losses = [{"ce": CrossEntropy(1.0), "kl": KL()}[name] for name in loss.split("+")]
 states, teacher = (torch.randn(tokens, hidden, device=device, requires_grad=n == 0) for n in range(2))
 heads = [torch.nn.Linear(hidden, vocab, bias=False, device=device).requires_grad_(n == 0) for n in range(2)]
 targets = torch.randint(vocab, (tokens,), device=device)
@@ -34,18 +36,18 @@ targets = torch.randint(vocab, (tokens,), device=device)
 def full():
     log_q = heads[0](states).log_softmax(-1)
     total = 0.0
-    if weights.ce:
+    if "ce" in loss:
         total = total + F.nll_loss(log_q, targets, reduction="sum")
-    if weights.kl:
+    if "kl" in loss:
         with torch.no_grad():
             log_p = heads[1](teacher).log_softmax(-1)
         total = total + F.kl_div(log_q, log_p, reduction="sum", log_target=True)
     return total
 
 def chunked():
-    answer = dict(teacher=teacher, teacher_head=Head(heads[1].weight)) if weights.kl else {}
+    told = Told(teacher, Head(heads[1].weight)) if "kl" in loss else None
     return head_losses(
-        states, Head(heads[0].weight), targets, weights=weights, chunk_tokens=chunk or None, **answer
+        states, Head(heads[0].weight), targets, losses=losses, told=told, chunk_tokens=chunk or None
     ).total
 
 def memory(key):  # kB

@@ -10,14 +10,17 @@ import random
 import shutil
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import models
 import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from converter.conversion.recipe import load_recipe
+from converter.conversion.recipe import Recipe, load_recipe, parse_recipe
+from converter.conversion.settings import HealSettings
 from converter.errors import CheckpointError, ConverterError, RecipeError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.healing.launch import check_launch
@@ -26,11 +29,12 @@ from converter.healing.optimizer import parameter_groups, rate_at
 from converter.healing.recorded import RecordedTeacher, _digests
 from converter.healing.run import heal
 from converter.healing.schedules import ramp, set_theta, theta_of
-from converter.healing.settings import HealSettings
 from converter.healing.student import Teacher
 from converter.healing.zero import check_config, zero_plugin
+from converter.losses import _REGISTRY, Loss, loss
 from converter.measure.models import load_plain
 from converter.show.progress import Progress
+from converter.show.tables import heal_tables
 
 STEPS, TOKENS = 12, 160  # of 4 sequences of 40 tokens each
 SHORT = (
@@ -118,7 +122,7 @@ def test_the_output_is_a_plain_checkpoint_with_its_records(healed, converted):
     }
     assert len(training_losses(target)) == STEPS
     record = json.loads((target / "healing.json").read_text())
-    assert record["best"]["kl"] == healed.best.kl
+    assert record["best"]["losses"]["kl"] == healed.best.kl
     assert "## Healing" in (target / "README.md").read_text()
 
 
@@ -280,6 +284,48 @@ def test_cross_entropy_alone_needs_no_teacher(run):
     assert report.best.loss < report.evaluations[0].loss
 
 
+def test_one_more_loss_is_one_class(run, healed, converted):
+    """Weight, parameter, gradient, metrics, evaluations and report follow from what is written here."""
+
+    @dataclass(frozen=True)
+    class Entropy(Loss):
+        """Punishes a student that is surer than it needs to be, in units of `scale`."""
+
+        scale: float = 2.0
+        name: ClassVar[str] = "confidence"
+        label: ClassVar[str] = "negative entropy"
+
+        def value_and_gradient(self, rows):
+            log_q = rows.log_q()
+            q = log_q.exp()
+            entropy = -(q * log_q).sum(-1)
+            return -self.scale * entropy, self.scale * q * (log_q + entropy[:, None])
+
+    loss(Entropy)
+    try:
+        short = ("heal.tokens=320", "heal.evaluate_every=1")
+        report = run("more", *short, "heal.confidence=0.5", "heal.scale=3")
+        assert (report.settings["confidence"], report.settings["scale"]) == (0.5, 3.0)
+        lines = [json.loads(line) for line in (report.target / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if "loss" in line]
+        assert len(steps) == 2
+        assert all(step["loss"] == pytest.approx(step["kl"] + 0.5 * step["confidence"]) for step in steps)
+        held_out = [line["held_out_confidence"] for line in lines if "held_out_confidence" in line]
+        assert held_out == [each.losses["confidence"] for each in report.evaluations]
+        assert held_out[2] < held_out[0] < 0
+        assert "1 x KL to the source + 0.5 x negative entropy" in (report.target / "README.md").read_text()
+        assert json.loads((report.target / "healing.json").read_text())["best"]["losses"]["confidence"] == held_out[2]
+        assert "negative entropy" in [column.header for column in heal_tables(report)[0].columns]
+        recipe = Recipe("mine", "llama", (), heal=HealSettings().replace(confidence=1.0))
+        assert parse_recipe(recipe.to_yaml(), "here").heal.losses["confidence"].weight == 1.0
+        with pytest.raises(RecipeError, match=r"heal.confidence is -1.0, and a weight must"):
+            run("never", "heal.confidence=-1")
+    finally:
+        del _REGISTRY["confidence"]
+    with pytest.raises(RecipeError, match="unknown parameter 'confidence'"):
+        run("never", "heal.confidence=0.5")
+
+
 def test_the_first_stage_fits_the_states_of_each_layer(run, tmp_path):
     student = models.save(models.llama(hidden_size=48, num_hidden_layers=3), tmp_path / "as-wide-and-deep")
     report = run("staged", "heal.stage_one=0.5", converted=student)
@@ -382,11 +428,11 @@ def test_what_cannot_work_is_refused_before_anything_is_written(run, converted, 
         run("never", teacher=None)
     with pytest.raises(ConverterError, match="no text to learn from"):
         run("never", text=[])
-    with pytest.raises(ConverterError, match="both 0"):
+    with pytest.raises(ConverterError, match="weights of all losses are 0"):
         run("never", "heal.kl=0")
     with pytest.raises(UnsupportedError, match="the converted model has 2 of 40, the teacher 3 of 48"):
         run("never", "heal.stage_one=0.5")
-    with pytest.raises(UnsupportedError, match="67 tokens"):
+    with pytest.raises(UnsupportedError, match="67 and 61 tokens"):
         run("never", teacher=models.save(models.gpt2(vocab_size=67), tmp_path / "other"))
     with pytest.raises(RecipeError, match=r"heal.warmup is 2.0, and warmup must be a share"):
         run("never", "heal.warmup=2")
@@ -520,7 +566,7 @@ def test_a_recipe_holds_the_settings_and_counts_read_like_64k(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\ntarget: llama\nsteps: []\nheal: {tokens: 64k, ce: 0.5, rate: 2e-4}\n")
     recipe = load_recipe(str(file), ["heal.tokens=1.5M"])
-    assert recipe.heal == HealSettings(tokens=1_500_000, ce=0.5, rate=2e-4)
+    assert recipe.heal == HealSettings(tokens=1_500_000, rate=2e-4).replace(ce=0.5)
     file.write_text(recipe.to_yaml())
     assert load_recipe(str(file)).heal == recipe.heal
 

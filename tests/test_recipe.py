@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from converter.conversion.recipe import Recipe, VerifySettings, load_recipe, parse_recipe, shipped_recipes
+from converter.conversion.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+from converter.conversion.settings import VerifySettings
 from converter.errors import RecipeError
 from converter.ops.gelu_to_swiglu import GeluToSwiglu
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope

@@ -26,41 +26,13 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
+from converter.conversion.settings import CalibrationSettings, HealSettings, VerifySettings, parameters_of
 from converter.errors import RecipeError, did_you_mean
 from converter.families import TargetFamily, families
-from converter.healing.settings import HealSettings
 from converter.ops import Op, ops
-
-
-@dataclass(frozen=True)
-class VerifySettings:
-    """How much text the damage is measured on: at most `tokens`, in windows of `context` (0: the model's own)."""
-
-    tokens: int = 32768
-    context: int = 0
-
-    def __post_init__(self) -> None:
-        _check_windows(self.tokens, self.context)
-
-
-@dataclass(frozen=True)
-class CalibrationSettings:
-    """How much text the calibrated ops see: at most `tokens`, in windows of `context` (0: the model's own)."""
-
-    tokens: int = 65536
-    context: int = 0
-
-    def __post_init__(self) -> None:
-        _check_windows(self.tokens, self.context)
-
 
 #: Settings of a recipe beside its steps.
 _SECTIONS = ("verify", "calibration", "heal")
-
-
-def _check_windows(tokens: int, context: int) -> None:
-    if tokens < 2 or context == 1:
-        raise ValueError("must be at least 2, to leave a token to predict")
 
 
 @dataclass(frozen=True)
@@ -71,8 +43,8 @@ class Recipe:
     target: str
     steps: tuple[Op, ...]
     description: str = ""
-    verify: VerifySettings = VerifySettings()
-    calibration: CalibrationSettings = CalibrationSettings()
+    verify: VerifySettings = field(default_factory=VerifySettings)
+    calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     heal: HealSettings = field(default_factory=HealSettings)
     #: Where each step stands, as "file:line".
     places: tuple[str, ...] = ()
@@ -91,7 +63,7 @@ class Recipe:
         facts["steps"] = [{step.name: _parameters(step)} if _parameters(step) else step.name for step in self.steps]
         facts["calibration"] = dataclasses.asdict(self.calibration)
         facts["verify"] = dataclasses.asdict(self.verify)
-        facts["heal"] = dataclasses.asdict(self.heal)
+        facts["heal"] = self.heal.to_dict()
         return yaml.safe_dump(facts, sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -262,15 +234,14 @@ class _Reader:
 
     def replace(self, instance: S, what: str, values: Mapping[str, Node]) -> S:
         """A copy of a dataclass with fields from nodes, each checked against its annotation."""
-        hints = typing.get_type_hints(type(instance))
-        known = {field.name for field in dataclasses.fields(typing.cast(Any, instance))}
+        known = parameters_of(instance)
         for name, node in values.items():
             if name not in known:
                 fix = did_you_mean(name, known) if known else f"{what} has no parameters"
                 raise self.error(node, f"unknown parameter '{name}' of {what}", fix)
-            value = self.value(node, hints[name], f"{what}.{name}")
+            value = self.value(node, known[name], f"{what}.{name}")
             try:
-                instance = typing.cast(S, dataclasses.replace(typing.cast(Any, instance), **{name: value}))
+                instance = _changed(instance, name, value)
             except ValueError as error:  # the dataclass knows its own ranges
                 raise self.error(node, f"{what}.{name} is {value!r}, and {error}") from error
         return instance
@@ -315,6 +286,12 @@ class _Reader:
         except (yaml.YAMLError, ValueError) as error:  # a foreign tag, a 13th month
             why = getattr(error, "problem", None) or str(error)
             raise self.error(node, f"the value of {what} cannot be read ({why})") from error
+
+
+def _changed(instance: S, name: str, value: Any) -> S:
+    if isinstance(instance, HealSettings):
+        return typing.cast(S, instance.replace(**{name: value}))
+    return typing.cast(S, dataclasses.replace(typing.cast(Any, instance), **{name: value}))
 
 
 def _count(text: str) -> int | str:

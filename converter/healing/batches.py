@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from converter.errors import ConverterError
+from converter.losses import IGNORE
 from converter.text.documents import Corpus
 from converter.text.windows import Windows
-
-#: The target of a token that has none.
-IGNORE = -100
 
 
 @dataclass(frozen=True, eq=False)

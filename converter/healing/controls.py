@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from converter.conversion.run import convert
+from converter.conversion.settings import HealSettings
 from converter.errors import ConverterError
 from converter.families.opened import SourceModel
 from converter.healing.job import Job
 from converter.healing.launch import first
 from converter.healing.loop import HeldOutFigures
 from converter.healing.parts import Learner, make_loop, roles_of
-from converter.healing.settings import HealSettings
 from converter.healing.snapshots import Snapshots
 from converter.measure.models import load_transformers
 from converter.show.progress import Progress
@@ -89,7 +89,8 @@ def _learners(
     """Name, settings and model of each control, made when its turn comes."""
     assert job.source is not None
     if fine_tuned:
-        plain = dataclasses.replace(job.settings, kl=0.0, ce=1.0, stage_one=0.0, theta_ramp=0.0, target=0.0)
+        alone = {name: float(name == "ce") for name in job.settings.losses}
+        plain = job.settings.replace(**alone, stage_one=0.0, theta_ramp=0.0, target=0.0)
         for factor in _RATES:
             settings = dataclasses.replace(plain, rate=factor * job.settings.rate)
             yield "source fine-tuned", settings, Learner(load_transformers(job.source), roles_of(job.source))

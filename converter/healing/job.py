@@ -10,11 +10,11 @@ from typing import Any, get_args
 from converter import __version__
 from converter.conversion.plan import DtypeName
 from converter.conversion.recipe import Recipe, load_recipe, with_overrides
+from converter.conversion.settings import HealSettings
 from converter.errors import ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.files.writer import parse_size
 from converter.healing.export import check_exportable, check_generation_config
-from converter.healing.settings import HealSettings
 from converter.measure.vocabulary import Vocabulary, common_ids
 from converter.text.gather_heal import HealTexts
 
@@ -40,7 +40,7 @@ class Job:
 
     def fingerprint(self, texts: HealTexts) -> dict[str, Any]:
         """What makes two runs the same. How many processes and micro-batches share a step changes nothing."""
-        settings = {name: value for name, value in dataclasses.asdict(self.settings).items() if name not in _FREE}
+        settings = {name: value for name, value in self.settings.to_dict().items() if name not in _FREE}
         opened = {"converted": self.converted, "teacher": self.source}
         files = {name: model.checkpoint.stats() for name, model in opened.items() if model is not None}
         recorded = {"top_k": self.settings.top_k} if self.settings.teacher == "recorded" else {}
@@ -66,10 +66,11 @@ def open_job(
     """Open the checkpoints of a run. Raises ConverterError for what cannot work."""
     student = SourceModel.open(converted)
     check_exportable(student)
-    if settings.kl == settings.ce == 0:
-        raise ConverterError("heal.kl and heal.ce are both 0, which leaves nothing to learn from")
+    if not settings.minimised:
+        weights = ", ".join(f"heal.{name}" for name in settings.losses)
+        raise ConverterError(f"the weights of all losses are 0, which leaves nothing to learn from ({weights})")
     source = None if teacher is None else _open_teacher(student, teacher)
-    if source is None and (settings.kl > 0 or settings.stage_one > 0):
+    if source is None and (settings.stage_one > 0 or any(loss.asks_teacher for loss in settings.minimised)):
         raise ConverterError(
             "there is no teacher", fix="Name the source with --teacher, or learn from text alone: heal.kl=0, heal.ce=1"
         )

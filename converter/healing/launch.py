@@ -14,8 +14,8 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, broadcast_object_list
 
+from converter.conversion.settings import HealSettings
 from converter.errors import ConverterError, UnsupportedError
-from converter.healing.settings import HealSettings
 from converter.healing.zero import check_config, zero_plugin
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,17 +23,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from converter.conversion.settings import HealSettings
 from converter.errors import ConverterError
 from converter.files.json_text import to_json
 from converter.healing.batches import Batches, Sequences
-from converter.healing.losses import LossWeights
 from converter.healing.optimizer import rate_at, set_rate
 from converter.healing.recorded import RecordedTeacher
 from converter.healing.schedules import ramp, set_theta
-from converter.healing.settings import HealSettings
 from converter.healing.snapshots import Snapshots
 from converter.healing.student import Answer, Sums, Teacher
 from converter.healing.trainee import Trainee
+from converter.losses import Loss
 from converter.show.progress import Progress
 
 #: Steps in a row without a finite gradient after which a run is over.
@@ -48,11 +48,20 @@ class InterruptedRunError(ConverterError):
 
 @dataclass(frozen=True)
 class HeldOutFigures:
-    """Held-out loss, and KL to the teacher where there is one, in nats per token, after so many steps."""
+    """Held-out losses by name, in nats per token, after so many steps. Each is plain: unweighted, at its defaults."""
 
     step: int
-    loss: float
-    kl: float | None
+    losses: Mapping[str, float]
+
+    @property
+    def loss(self) -> float:
+        """The cross-entropy with the text."""
+        return self.losses["ce"]
+
+    @property
+    def kl(self) -> float | None:
+        """The KL to the teacher, where there is one."""
+        return self.losses.get("kl")
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,12 @@ class Loop:
         self._skipped = self._in_a_row = 0
         self._seconds = 0.0  # in steps, without evaluations and snapshots
         self._evaluations: list[HeldOutFigures] = []
+        #: What evaluations measure, each loss at its defaults: figures of runs with other settings compare.
+        self._measured = tuple(
+            type(loss)()
+            for loss in settings.losses.values()
+            if (loss.weight or loss.watched) and (teacher is not None or not loss.asks_teacher)
+        )
 
     def run(self, folder: Path, snapshots: Snapshots, progress: Progress, resume: bool = False) -> Outcome:
         """Train to the end, or to the target; `metrics.jsonl` in `folder` gets a line a step.
@@ -137,22 +152,22 @@ class Loop:
         # DDP and FSDP average gradients over ranks, and a sum is wanted.
         scale = accelerator.num_processes / max(valid, 1.0)
         layers = step < round(settings.stage_one * self.steps)
-        sums = torch.zeros(4, device=accelerator.device)
+        minimised = () if layers else settings.minimised
+        sums = torch.zeros(2 + len(minimised), device=accelerator.device)
         micro_batches = list(share.split(self._rows))
         for number, micro_batch in enumerate(micro_batches, start=1):
             losses = partial(self._losses, micro_batch, layers)
             found = self.trainee.add_gradient(losses, scale, last=number == len(micro_batches))
-            sums += torch.stack([each.detach().float() for each in found])
+            sums += _stacked(found, minimised).float()
         norm = self.trainee.step()
         self._count(norm)
-        total, kl, ce, kl_tokens, stops = self._over_ranks(*sums.tolist(), told_to_stop())
+        total, answered, *values, stops = self._over_ranks(*sums.tolist(), told_to_stop())
         seconds = time.perf_counter() - started
         self._seconds += seconds
         record = {
             "step": step + 1,
             "loss": total / max(valid, 1.0),
-            **({"kl": kl / kl_tokens} if kl_tokens and settings.kl else {}),
-            **({"ce": ce / max(valid, 1.0)} if settings.ce and not layers else {}),
+            **_means(minimised, values, valid, answered),
             "rate": rate,
             "gradient_norm": norm,
             "tokens": (step + 1) * self.batches.tokens_per_step,
@@ -175,32 +190,30 @@ class Loop:
                 fix="Start again with a lower heal.rate, or with heal.precision=float32",
             )
 
-    def _losses(self, sequences: Sequences, layers: bool = False, weights: LossWeights | None = None) -> Sums:
+    def _losses(self, sequences: Sequences, layers: bool = False, losses: tuple[Loss, ...] | None = None) -> Sums:
         sequences = sequences.to(self.accelerator.device)
         answer: Answer | None = None
-        if self.teacher is not None and (layers or (weights or self.student.weights).kl > 0):
+        if layers or any(loss.asks_teacher for loss in losses or self.student.losses):
+            assert self.teacher is not None
             answer = self.teacher(sequences, layers)
         tensors = (sequences.ids, sequences.documents, sequences.positions, sequences.targets)
-        found: Sums = self.trainee.module(*tensors, answer, weights)
+        found: Sums = self.trainee.module(*tensors, answer, losses)
         return found
 
     @torch.no_grad()
     def _evaluate(self, step: int, metrics: _Metrics, progress: Progress) -> bool:
         """Measure on held-out text; whether it is the best so far."""
-        accelerator, settings = self.accelerator, self.settings
-        both = LossWeights(kl=float(self.teacher is not None), ce=1.0)
-        sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
+        accelerator, settings, measured = self.accelerator, self.settings, self._measured
+        sums = torch.zeros(2 + len(measured), dtype=torch.float64, device=accelerator.device)
         valid = 0
         share = self.held_out.share(accelerator.process_index, accelerator.num_processes)
         for micro_batch in share.split(self._rows):
-            found = self._losses(micro_batch, weights=both)
-            sums += torch.stack([each.double() for each in found])
+            sums += _stacked(self._losses(micro_batch, losses=measured), measured).double()
             valid += micro_batch.valid
-        valid_total, _, kl, ce, kl_tokens = self._over_ranks(valid, *sums.tolist())
-        evaluation = HeldOutFigures(step, ce / valid_total, kl / kl_tokens if kl_tokens else None)
+        valid_total, _, answered, *values = self._over_ranks(valid, *sums.tolist())
+        evaluation = HeldOutFigures(step, _means(measured, values, valid_total, answered))
         self._evaluations.append(evaluation)
-        figures = {"held_out_loss": evaluation.loss, "held_out_kl": evaluation.kl}
-        self._note({"step": step} | {name: value for name, value in figures.items() if value is not None}, metrics)
+        self._note({"step": step} | {f"held_out_{name}": mean for name, mean in evaluation.losses.items()}, metrics)
         of_kl = "" if evaluation.kl is None else f", KL to {settings.compared_with} {evaluation.kl:.4f}"
         progress.say(f"step {step} of {self.steps}: held-out loss {evaluation.loss:.4f}{of_kl}")
         return step > 0 and self._best_step() == step
@@ -213,9 +226,8 @@ class Loop:
 
     def _objective(self, evaluation: HeldOutFigures) -> float:
         """What the run minimises, on held-out text."""
-        figure = evaluation.loss
-        if evaluation.kl is not None:
-            figure = self.settings.kl * evaluation.kl + self.settings.ce * evaluation.loss
+        losses = evaluation.losses
+        figure = sum(loss.weight * losses[loss.name] for loss in self.settings.minimised if loss.name in losses)
         return figure if math.isfinite(figure) else math.inf
 
     def _counting(self) -> list[HeldOutFigures]:
@@ -229,7 +241,8 @@ class Loop:
         if not self._counting() or self.settings.target == 0:
             return False
         last = self._counting()[-1]
-        return (last.kl if last.kl is not None and self.settings.kl else last.loss) <= self.settings.target
+        by_kl = last.kl is not None and self.settings.losses["kl"].weight > 0
+        return last.losses["kl" if by_kl else "ce"] <= self.settings.target
 
     def _due(self, step: int, every: int) -> bool:
         return step % (every or max(1, self.steps // 10)) == 0
@@ -258,6 +271,17 @@ class Loop:
         self._skipped, self._in_a_row, self._seconds = (state[key] for key in ("skipped", "in_a_row", "seconds"))
         self._evaluations = [HeldOutFigures(**each) for each in state["evaluations"]]
         return steps[-1]
+
+
+def _stacked(found: Sums, losses: tuple[Loss, ...]) -> torch.Tensor:
+    """What is minimised, the targets with a teacher, and each loss, as one vector."""
+    return torch.stack([found.total, found.answered, *(found.losses[loss.name] for loss in losses)]).detach()
+
+
+def _means(losses: tuple[Loss, ...], sums: list[float], valid: float, answered: float) -> dict[str, float]:
+    """Each loss over the targets that it has; none where no target has an answer."""
+    counts = {loss.name: answered if loss.asks_teacher else max(valid, 1.0) for loss in losses}
+    return {loss.name: total / counts[loss.name] for loss, total in zip(losses, sums, strict=True) if counts[loss.name]}
 
 
 class _Metrics:

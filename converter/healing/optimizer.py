@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from converter.healing.settings import HealSettings
+from converter.conversion.settings import HealSettings
 
 #: Loss curves of fine-tuning are steep at first: a shorter memory of squared gradients than 0.999 follows them.
 _BETAS = (0.9, 0.95)
-
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from converter.errors import VerificationError
-from converter.healing.batches import IGNORE, Sequences
+from converter.healing.batches import Sequences
+from converter.losses import IGNORE
 from converter.measure.models import is_rotary
 
 #: Largest difference, over the largest state, that rounding alone makes: 1e-6 is seen in fp32, 1e-2 in bf16.

@@ -11,15 +11,14 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
 
+from converter.conversion.settings import HealSettings
 from converter.families.opened import SourceModel
 from converter.healing.batches import Batches, Sequences, sequences_of
 from converter.healing.loop import Loop
-from converter.healing.losses import LossWeights
 from converter.healing.optimizer import adamw, parameter_groups
 from converter.healing.packed import check_no_leak
 from converter.healing.recorded import RecordedTeacher, folder_for
 from converter.healing.schedules import theta_of
-from converter.healing.settings import HealSettings
 from converter.healing.student import Student, Teacher, in_bfloat16
 from converter.healing.teachers import place_teacher
 from converter.healing.trainee import Trainee
@@ -77,9 +76,8 @@ def make_loop(
         teacher = _recorded(learner.source, settings, accelerator, batches, held_out, work, say)
     elif learner.source is not None:
         teacher = _teacher(learner.source, settings, accelerator)
-    weights = LossWeights(settings.kl, settings.ce, settings.temperature, settings.direction)
     centred = learner.source is not None and learner.source.spec.norm is Norm.LAYERNORM
-    student = Student(model, weights, centred)
+    student = Student(model, settings.minimised, centred)
     trainee = prepared(accelerator, student, learner.roles, settings)
     thetas = None
     if learner.theta is not None and learner.theta != (theta := theta_of(model)):

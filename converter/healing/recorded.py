@@ -2,7 +2,7 @@
 
 Answers are found by what was asked, a digest of a sequence's ids and documents. So a second epoch, a control on the
 same batches, a resumed run and another number of processes all find what is there, and only what is missing is asked
-for. The KL to them takes the tokens that are not among the k together (losses/kl.py): it is at most the KL to the
+for. The KL to them takes the tokens that are not among the k together (losses/): it is at most the KL to the
 teacher itself, which the report of a run measures at its end.
 """
 
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from converter.files.output import disk_errors, fsync
 from converter.healing.batches import Sequences
-from converter.healing.losses import Head, Top
+from converter.healing.head import Head
 from converter.healing.student import Answer, Teacher
+from converter.losses import Top
 
 #: The files of all recorded teachers, from the folder that they are recorded in.
 RECORDS = "teacher-*/*.safetensors"

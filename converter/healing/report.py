@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from converter.conversion.settings import HealSettings
 from converter.files.json_text import write_json
 from converter.healing.controls import Control
 from converter.healing.loop import HeldOutFigures
-from converter.healing.settings import HealSettings
 from converter.measure.metrics import Comparison
 from converter.show.card import card_section
 from converter.show.figures import draw_healing
@@ -51,7 +51,19 @@ class HealReport:
     @property
     def compared_with(self) -> str:
         """What its KL is to."""
-        return HealSettings(**self.settings).compared_with
+        return HealSettings().replace(**self.settings).compared_with
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The losses that were measured as the run went on, in words: cross-entropy, KL, then others."""
+        known = HealSettings().replace(**self.settings).losses
+        names = sorted(self.best.losses, key=lambda name: (name != "ce", name != "kl"))
+        return {name: known[name].label.format(source=self.compared_with) for name in names} | {"ce": "loss"}
+
+    @property
+    def objective(self) -> str:
+        """What was minimised, in words."""
+        return HealSettings().replace(**self.settings).objective
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -72,7 +84,7 @@ def write_reports(report: HealReport, converted: Path, folder: Path, theta: floa
     if (converted / "figures").is_dir():
         shutil.copytree(converted / "figures", figures, dirs_exist_ok=True)
     figures.mkdir(exist_ok=True)
-    draw_healing(report.evaluations, report.controls, report.after, report.compared_with, figures / "healing.png")
+    draw_healing(report.evaluations, report.controls, report.after, report.labels, figures / "healing.png")
     card = converted / "README.md"
     before = card.read_text(encoding="utf-8") if card.is_file() else f"# {folder.name}\n"
     (folder / "README.md").write_text(before + card_section(report), encoding="utf-8")

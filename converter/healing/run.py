@@ -99,7 +99,7 @@ def _announce(job: Job, texts: HealTexts, progress: Progress) -> None:
     """What a user should know before hours are spent."""
     epochs = job.settings.tokens / texts.corpus.tokens
     progress.say(f"{texts.corpus.tokens:,} tokens of text, to be seen {epochs:.3g} times.")
-    if job.source is not None and job.context > job.source.spec.context and job.settings.ce == 0:
+    if job.source is not None and job.context > job.source.spec.context and job.settings.losses["ce"].weight == 0:
         progress.say(
             f"Note: the teacher sees {job.source.spec.context} tokens, so nothing is learnt at later positions: "
             "give heal.ce a weight."
@@ -118,7 +118,7 @@ def _train(
     """Train, and write the best weights; how it went, and whether each process had the whole model."""
     learner = Learner(load_transformers(job.converted), roles_of(job.converted), job.source, job.theta)
     loop = make_loop(learner, job.settings, texts, job.context, accelerator, folder / _WORK, progress.say)
-    accelerator.init_trackers("heal", config=dataclasses.asdict(job.settings))
+    accelerator.init_trackers("heal", config=job.settings.to_dict())
     try:
         outcome = loop.run(folder, snapshots, progress, resume)
     finally:
@@ -136,7 +136,7 @@ def _report(job: Job, texts: HealTexts, outcome: Outcome, target: Path) -> HealR
         tool_version=__version__,
         converted=job.converted.checkpoint.name,
         source=None if job.source is None else job.source.checkpoint.name,
-        settings=dataclasses.asdict(job.settings),
+        settings=job.settings.to_dict(),
         text=texts.description,
         steps=outcome.steps,
         tokens=outcome.tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from converter.healing.batches import IGNORE, Sequences
-from converter.healing.losses import Head, LossWeights, Top, head_losses, hidden_state_loss
+from converter.healing.batches import Sequences
+from converter.healing.head import Head, Told, head_losses
 from converter.healing.packed import run_packed, run_packed_layers
+from converter.losses import IGNORE, Loss, Top
+from converter.losses.hidden_states import hidden_state_loss
 
 
 class Answer(NamedTuple):
@@ -31,12 +33,11 @@ class Answer(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the targets of a batch, in fp32. `total` is what is minimised; `kl_tokens` those with a teacher."""
+    """Sums over the targets of a batch, in fp32: what is minimised, each loss by name, and targets with a teacher."""
 
     total: Tensor
-    kl: Tensor
-    ce: Tensor
-    kl_tokens: Tensor
+    losses: dict[str, Tensor]
+    answered: Tensor
 
 
 class Teacher:
@@ -65,10 +66,10 @@ class Student(nn.Module):
     `centred`: whether the teacher's residual stream is compared without its mean, as a LayerNorm reads it.
     """
 
-    def __init__(self, model: PreTrainedModel, weights: LossWeights, centred: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, losses: Sequence[Loss], centred: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.weights, self.centred = weights, centred
+        self.losses, self.centred = tuple(losses), centred
         self._no_split_modules = model._no_split_modules  # accelerate shards by these
         self.config = model.config  # and sizes DeepSpeed's buckets by this, where its config says "auto"
 
@@ -83,9 +84,9 @@ class Student(nn.Module):
         positions: Tensor,
         targets: Tensor,
         answer: Answer | None,
-        weights: LossWeights | None = None,
+        losses: Sequence[Loss] | None = None,
     ) -> Sums:
-        """The losses of a batch, each (S, T); `weights` other than the run's own serve evaluations."""
+        """The losses of a batch, each (S, T); others than the run's own serve evaluations."""
         sequences = Sequences(ids, documents, positions, targets)
         if answer is not None and answer.layers:
             return self._stage_one(sequences, answer.layers)
@@ -96,17 +97,9 @@ class Student(nn.Module):
             answer, answered = Answer(), torch.zeros_like(answered)
         elif answer.mask is not None:
             answered &= answer.mask
-        losses = head_losses(
-            states,
-            head_of(self.model),
-            flat,
-            weights=weights or self.weights,
-            teacher=answer.states,
-            teacher_head=answer.head,
-            teacher_top=answer.top,
-            kl_mask=answer.mask,
-        )
-        return Sums(losses.total, losses.kl, losses.ce, answered.sum().float())
+        told = Told(answer.states, answer.head, answer.top, answer.mask)
+        found = head_losses(states, head_of(self.model), flat, losses=losses or self.losses, told=told)
+        return Sums(found.total, found.values, answered.sum().float())
 
     def _stage_one(self, sequences: Sequences, layers: tuple[Tensor, ...]) -> Sums:
         """Squared distance of the states to the teacher's, over their squared length, mean over the layers.
@@ -119,8 +112,7 @@ class Student(nn.Module):
         pairs = list(zip(own, layers, strict=True))[1:-1]
         losses = [hidden_state_loss(a, b, valid, centred=self.centred) for a, b in pairs]
         total = torch.stack(losses).mean()
-        nothing = total.detach() * 0.0
-        return Sums(total, nothing, nothing, nothing)
+        return Sums(total, {}, total.detach() * 0.0)
 
 
 def in_bfloat16(model: PreTrainedModel) -> None:

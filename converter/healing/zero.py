@@ -17,14 +17,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from converter.conversion.settings import HealSettings
 from converter.errors import ConverterError, UnsupportedError
 from converter.files.writer import METADATA
 from converter.healing.export import export_weights
-from converter.healing.losses import LossWeights
 from converter.healing.optimizer import set_rate
-from converter.healing.settings import HealSettings
 from converter.healing.student import Student, Sums
 from converter.healing.trainee import MODEL, OPTIMIZER, Trainee, damaged
+from converter.losses.cross_entropy import CrossEntropy
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -195,7 +195,7 @@ class ZeroTrainee(Trainee):
         positions = torch.arange(2, device=ids.device).reshape(1, 2)
 
         def losses() -> Sums:
-            found: Sums = self.module(ids, ids, positions, ids, None, LossWeights(ce=1.0))
+            found: Sums = self.module(ids, ids, positions, ids, None, (CrossEntropy(1.0),))
             return found
 
         self.add_gradient(losses, 0.0, last=True)

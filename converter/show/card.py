@@ -83,12 +83,10 @@ def _measured(report: ConversionReport) -> str:
 def card_section(report: HealReport) -> str:
     """The model card's section about healing."""
     settings = report.settings
-    losses = {f"KL to {report.compared_with}": settings["kl"], "cross-entropy": settings["ce"]}
-    mix = " + ".join(f"{weight:g} x {name}" for name, weight in losses.items() if weight)
     parts = [
         "\n## Healing\n",
         f"After the conversion the model was fine-tuned on {report.tokens:,} tokens by checkpoint-converter "
-        f"{report.tool_version}: {mix}, rate {settings['rate']:g}. The figures above are those before it. "
+        f"{report.tool_version}: {report.objective}, rate {settings['rate']:g}. The figures above are those before it. "
         f"Measured on: {report.text}.\n",
         markdown(result_table(report)) + "\n",
         "![Healing](figures/healing.png)\n",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,22 +78,20 @@ def draw_healing(
     evaluations: Sequence[HeldOutFigures],
     controls: Sequence[Control],
     after: Comparison | None,
-    compared_with: str,
+    labels: Mapping[str, str],
     path: Path,
 ) -> None:
-    """Held-out loss, and KL to what it is `compared_with` where that was measured, over the steps, as a PNG file."""
+    """The held-out losses that `labels` name, over the steps, as a PNG file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = {"loss": "held-out loss", "kl": f"KL to {compared_with}"}
-    if all(each.kl is None for each in evaluations):
-        del panels["kl"]
+    panels = {**labels, "ce": "held-out loss"}
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (name, title) in zip(all_axes, panels.items(), strict=True):
         for control in controls:
             _draw(axes, control.evaluations, name, ".:", label=f"{control.name}, {control.rate:g}", linewidth=0.9)
         _draw(axes, evaluations, name, "o-", label="healed", color=_HEALED)
-        if name == "loss" and after is not None:
+        if name == "ce" and after is not None:
             axes.axhline(after.total.source_loss, color=_SOURCE, label="source")
         axes.set(title=title, xlabel="step", ylabel="nats per token")
         axes.legend(fontsize="small")
@@ -101,6 +99,6 @@ def draw_healing(
 
 
 def _draw(axes: object, evaluations: Sequence[HeldOutFigures], name: str, style: str, **options: object) -> None:
-    points = [(each.step, getattr(each, name)) for each in evaluations if getattr(each, name) is not None]
+    points = [(each.step, each.losses[name]) for each in evaluations if name in each.losses]
     if points:
         axes.plot(*zip(*points, strict=True), style, **options)  # type: ignore[attr-defined]

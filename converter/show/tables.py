@@ -283,10 +283,11 @@ def markdown(table: Table) -> str:
 def evaluations_table(report: HealReport) -> Table:
     """Held-out figures as the run went on."""
     table = Table(title="Healing, nats per token on held-out text")
-    for heading in ("step", "loss", f"KL to {report.compared_with.removeprefix('the ')}"):
-        table.add_column(heading, justify="right")
+    for heading in ("step", *report.labels.values()):
+        table.add_column(heading.replace(" the ", " "), justify="right")
     for each in report.evaluations:
-        table.add_row(f"{each.step}{' (kept)' if each == report.best else ''}", f"{each.loss:.4f}", _kl(each.kl))
+        figures = (_kl(each.losses.get(name)) for name in report.labels)
+        table.add_row(f"{each.step}{' (kept)' if each == report.best else ''}", *figures)
     return table
 
 

@@ -7,7 +7,7 @@ gradients by states and head are computed in the forward, chunk by chunk, and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from converter.healing.batches import IGNORE
-from converter.healing.losses import liger
-from converter.healing.losses.cross_entropy import cross_entropy
-from converter.healing.losses.kl import Direction, Top, filled, kl_divergence
+from converter.losses import IGNORE, Loss, Rows, Top
 
 
 class _Sizes(NamedTuple):
@@ -41,25 +38,23 @@ class Head(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LossWeights:
-    """How the losses mix. What has weight 0 is not learnt from.
+class Told:
+    """What a teacher says about N tokens: the states (N, D') that its `head` reads, or its likeliest tokens.
 
-    The KL is between distributions at `temperature`, and multiplied by its square, so that its gradient
-    keeps its size (Hinton et al. 2015). `forward` is KL(teacher || student).
+    `answered` (N,) says where it has an answer; None: everywhere. Nothing but `answered` is no teacher.
     """
 
-    kl: float = 1.0
-    ce: float = 0.0
-    temperature: float = 1.0
-    direction: Direction = "forward"
+    states: Tensor | None = None
+    head: Head | None = None
+    top: Top | None = None
+    answered: Tensor | None = None
 
 
 class HeadLosses(NamedTuple):
-    """Sums over tokens. `total` can be differentiated, once; `kl` and `ce` are unweighted, for the log."""
+    """Sums over tokens. `total` can be differentiated, once; `values` are unweighted, by name, for the log."""
 
     total: Tensor
-    kl: Tensor
-    ce: Tensor
+    values: dict[str, Tensor]
 
 
 def head_losses(
@@ -67,40 +62,25 @@ def head_losses(
     student_head: Head,
     targets: Tensor,
     *,
-    weights: LossWeights,
-    teacher: Tensor | None = None,
-    teacher_head: Head | None = None,
-    teacher_top: Top | None = None,
-    kl_mask: Tensor | None = None,
+    losses: Sequence[Loss],
+    told: Told | None = None,
     chunk_tokens: int | None = None,
 ) -> HeadLosses:
-    """Sums of KL and cross-entropy over the tokens that have a target, and their weighted sum.
+    """Sums of the losses over the tokens that have a target, and their weighted sum.
 
-    `student` (N, D) and `teacher` (N, D') are the states that the heads read; both heads have the same
-    vocabulary. `teacher_top` stands for the teacher's where its likeliest tokens are all that is known. `targets` (N,)
-    is the next token of each, already shifted, or IGNORE. `kl_mask` (N,) says where the teacher has an answer; without
-    a teacher the KL is 0. Matrix products are in autocast's dtype where autocast is on; softmax, sums and the gradient
-    of the head are in fp32.
+    `student` (N, D) are the states that the head reads; the teacher's head has the same vocabulary. `targets` (N,) is
+    the next token of each, already shifted, or IGNORE. Matrix products are in autocast's dtype where autocast is on;
+    softmax, sums and the gradient of the head are in fp32.
     """
-    fused = liger.kernel() if student.is_cuda and teacher is None and teacher_top is None else None
-    if fused is not None and (targets != IGNORE).any():
-        ce = liger.cross_entropy_sum(fused, student, *student_head, targets)
-        return HeadLosses(weights.ce * ce, torch.zeros_like(ce), ce.detach())
+    kernel = losses[0].kernel() if len(losses) == 1 and student.is_cuda else None
+    if kernel is not None and (targets != IGNORE).any():
+        value = kernel(student, *student_head, targets)
+        return HeadLosses(losses[0].weight * value, {losses[0].name: value.detach()})
     given = (student, student_head.weight, student_head.bias)
     wanted = [torch.is_grad_enabled() and each is not None and each.requires_grad for each in given]
-    known = teacher_top is not None or (teacher is not None and teacher_head is not None)
-    answers = _Answers(teacher, teacher_head, teacher_top, kl_mask) if known else None
     chunk = chunk_tokens or max(1, _sizes(student).chunk // len(student_head.weight))
-    return HeadLosses(*_ChunkedHead.apply(*given, targets, answers, weights, wanted, chunk))  # type: ignore[no-untyped-call]
-
-
-class _Answers(NamedTuple):
-    """The teacher's states and its head, or its likeliest tokens, and where it has an answer."""
-
-    states: Tensor | None
-    head: Head | None
-    top: Top | None
-    mask: Tensor | None
+    found = _ChunkedHead.apply(*given, targets, told or Told(), losses, wanted, chunk)  # type: ignore[no-untyped-call]
+    return HeadLosses(found[0], {loss.name: value for loss, value in zip(losses, found[1:], strict=True)})
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -113,38 +93,35 @@ class _ChunkedHead(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        answers: _Answers | None,
-        weights: LossWeights,
+        told: Told,
+        losses: Sequence[Loss],
         wanted: list[bool],
         chunk: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(total, kl, ce)."""
+    ) -> tuple[Tensor, ...]:
+        """The weighted sum, then each loss."""
         kind = student.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         with torch.autocast(kind, enabled=False):
             gradients = _Gradients(student, weight, bias, wanted)
             head = _Logits(Head(weight, bias), dtype)
-            teacher_head = _Logits(answers.head, dtype) if answers and answers.head else None
-            kl = ce = gradients.zero
+            teacher_head = _Logits(told.head, dtype) if told.head else None
+            sums = [torch.zeros_like(gradients.zero) for _ in losses]
             # Rows without a target cost nothing, and whatever is in them does no harm.
             for rows in torch.nonzero(targets != IGNORE)[:, 0].split(chunk):
                 logits = head(student[rows])
-                theirs = _told(answers, teacher_head, rows)
+                teacher = _said(told, teacher_head, rows)
                 for part in _parts(logits):
-                    losses = _losses(
-                        logits[part],
-                        targets[rows[part]],
-                        None if theirs is None else theirs[part],
-                        None if answers is None or answers.mask is None else answers.mask[rows[part]],
-                        weights,
-                    )
-                    kl, ce = kl + losses[0], ce + losses[1]
-                    logits[part] = losses[2]
+                    answered = None if told.answered is None else told.answered[rows[part]]
+                    seen = Rows(logits[part], targets[rows[part]], None if teacher is None else teacher[part], answered)
+                    values, gradient = _weighted(losses, seen)
+                    sums = [total + value for total, value in zip(sums, values, strict=True)]
+                    logits[part] = gradient
                 if any(wanted):
                     gradients.add(rows, student[rows], head.weight, logits)
         ctx.gradients = gradients
-        ctx.mark_non_differentiable(kl, ce)
-        return weights.kl * kl + weights.ce * ce, kl, ce
+        ctx.mark_non_differentiable(*sums)
+        total = sum((loss.weight * value for loss, value in zip(losses, sums, strict=True)), gradients.zero)
+        return total, *sums
 
     @staticmethod
     @once_differentiable
@@ -207,40 +184,26 @@ class _Gradients:
         return [None if sums is None or like is None else sums.mul_(factor).to(like.dtype) for sums, like in pairs]
 
 
-def _told(answers: _Answers | None, head: _Logits | None, rows: Tensor) -> Tensor | Top | None:
+def _said(told: Told, head: _Logits | None, rows: Tensor) -> Tensor | Top | None:
     """What the teacher says about some rows: its likeliest tokens, or all logits."""
-    if answers is None:
+    if told.top is not None:
+        return told.top[rows]
+    if told.states is None:
         return None
-    if answers.top is not None:
-        return answers.top[rows]
-    assert answers.states is not None
     assert head is not None
-    return head(answers.states[rows])
+    return head(told.states[rows])
 
 
-def _losses(
-    logits: Tensor, targets: Tensor, teacher: Tensor | Top | None, answered: Tensor | None, weights: LossWeights
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of KL and cross-entropy over some rows, and the gradient (n, V) of their weighted sum by the logits.
-
-    `teacher` has its logits (n, V), or its likeliest tokens.
-    """
-    t = weights.temperature
-    log_q = logits.log_softmax(-1)
-    ce, gradient = cross_entropy(log_q, targets)
-    gradient *= weights.ce
-    if teacher is None:
-        return torch.zeros_like(ce).sum(), ce.sum(), gradient
-    if t != 1.0:
-        log_q = (logits / t).log_softmax(-1)
-        teacher = teacher if isinstance(teacher, Top) else teacher / t
-    log_p = filled(teacher, log_q) if isinstance(teacher, Top) else teacher.log_softmax(-1)
-    kl, kl_gradient = kl_divergence(log_q, log_p, weights.direction)
-    if answered is not None:
-        kl = kl.masked_fill(~answered, 0.0)
-        kl_gradient.masked_fill_(~answered[:, None], 0.0)
-    gradient.add_(kl_gradient, alpha=weights.kl * t)  # t^2 in front of the loss, 1/t in front of the logits
-    return t * t * kl.sum(), ce.sum(), gradient
+def _weighted(losses: Sequence[Loss], rows: Rows) -> tuple[list[Tensor], Tensor]:
+    """The sum of each loss over some rows, and the gradient (n, V) of their weighted sum by the logits."""
+    values: list[Tensor] = []
+    gradient: Tensor | None = None
+    for loss in losses:
+        value, by_logits = loss.value_and_gradient(rows)
+        values.append(value.sum())
+        if loss.weight:
+            gradient = by_logits.mul_(loss.weight) if gradient is None else gradient.add_(by_logits, alpha=loss.weight)
+    return values, torch.zeros_like(rows.logits) if gradient is None else gradient
 
 
 def _parts(logits: Tensor) -> Iterator[slice]:
