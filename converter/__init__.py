@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from converter.healing.report import HealReport
     from converter.healing.run import heal
     from converter.healing.upgrade import upgrade
+    from converter.losses import Loss
     from converter.measure.check import Fault, check
     from converter.measure.evaluate import Evaluation, evaluate
     from converter.measure.inspect import Inspection, inspect
@@ -49,6 +50,7 @@ __all__ = [
     "Fault",
     "HealReport",
     "Inspection",
+    "Loss",
     "Op",
     "TargetFamily",
     "check",
@@ -74,6 +76,7 @@ _HOMES = {
     "Fault": "measure.check",
     "HealReport": "healing.report",
     "Inspection": "measure.inspect",
+    "Loss": "losses",
     "Op": "ops",
     "TargetFamily": "families",
     "check": "measure.check",

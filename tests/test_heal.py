@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import models
 import pytest
@@ -31,7 +31,7 @@ from converter.healing.run import heal
 from converter.healing.schedules import ramp, set_theta, theta_of
 from converter.healing.student import Teacher
 from converter.healing.zero import check_config, zero_plugin
-from converter.losses import _REGISTRY, Loss, loss
+from converter.losses import _REGISTRY
 from converter.measure.models import load_plain
 from converter.show.progress import Progress
 from converter.show.tables import heal_tables
@@ -284,46 +284,34 @@ def test_cross_entropy_alone_needs_no_teacher(run):
     assert report.best.loss < report.evaluations[0].loss
 
 
-def test_one_more_loss_is_one_class(run, healed, converted):
-    """Weight, parameter, gradient, metrics, evaluations and report follow from what is written here."""
-
-    @dataclass(frozen=True)
-    class Entropy(Loss):
-        """Punishes a student that is surer than it needs to be, in units of `scale`."""
-
-        scale: float = 2.0
-        name: ClassVar[str] = "confidence"
-        label: ClassVar[str] = "negative entropy"
-
-        def value_and_gradient(self, rows):
-            log_q = rows.log_q()
-            q = log_q.exp()
-            entropy = -(q * log_q).sum(-1)
-            return -self.scale * entropy, self.scale * q * (log_q + entropy[:, None])
-
-    loss(Entropy)
+def test_one_more_loss_is_one_file(run, tmp_path, monkeypatch):
+    """That of docs/plug-ins.md: its weight, parameter, metrics, evaluations and report follow from it."""
+    page = (Path(__file__).parents[1] / "docs/plug-ins.md").read_text(encoding="utf-8")
+    (tmp_path / "certainty.py").write_text(re.search(r"```python\n# certainty\.py\n(.*?)```", page, re.DOTALL)[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("certainty")
     try:
         short = ("heal.tokens=320", "heal.evaluate_every=1")
-        report = run("more", *short, "heal.confidence=0.5", "heal.scale=3")
-        assert (report.settings["confidence"], report.settings["scale"]) == (0.5, 3.0)
+        report = run("more", *short, "heal.certainty=0.5", "heal.scale=3")
+        assert (report.settings["certainty"], report.settings["scale"]) == (0.5, 3.0)
         lines = [json.loads(line) for line in (report.target / "metrics.jsonl").read_text().splitlines()]
         steps = [line for line in lines if "loss" in line]
         assert len(steps) == 2
-        assert all(step["loss"] == pytest.approx(step["kl"] + 0.5 * step["confidence"]) for step in steps)
-        held_out = [line["held_out_confidence"] for line in lines if "held_out_confidence" in line]
-        assert held_out == [each.losses["confidence"] for each in report.evaluations]
+        assert all(step["loss"] == pytest.approx(step["kl"] + 0.5 * step["certainty"]) for step in steps)
+        held_out = [line["held_out_certainty"] for line in lines if "held_out_certainty" in line]
+        assert held_out == [each.losses["certainty"] for each in report.evaluations]
         assert held_out[2] < held_out[0] < 0
-        assert "1 x KL to the source + 0.5 x negative entropy" in (report.target / "README.md").read_text()
-        assert json.loads((report.target / "healing.json").read_text())["best"]["losses"]["confidence"] == held_out[2]
-        assert "negative entropy" in [column.header for column in heal_tables(report)[0].columns]
-        recipe = Recipe("mine", "llama", (), heal=HealSettings().replace(confidence=1.0))
-        assert parse_recipe(recipe.to_yaml(), "here").heal.losses["confidence"].weight == 1.0
-        with pytest.raises(RecipeError, match=r"heal.confidence is -1.0, and a weight must"):
-            run("never", "heal.confidence=-1")
+        assert "1 x KL to the source + 0.5 x certainty" in (report.target / "README.md").read_text()
+        assert json.loads((report.target / "healing.json").read_text())["best"]["losses"]["certainty"] == held_out[2]
+        assert "certainty" in [column.header for column in heal_tables(report)[0].columns]
+        recipe = Recipe("mine", "llama", (), heal=HealSettings().replace(certainty=1.0))
+        assert parse_recipe(recipe.to_yaml(), "here").heal.losses["certainty"].weight == 1.0
+        with pytest.raises(RecipeError, match=r"heal.certainty is -1.0, and a weight must"):
+            run("never", "heal.certainty=-1")
     finally:
-        del _REGISTRY["confidence"]
-    with pytest.raises(RecipeError, match="unknown parameter 'confidence'"):
-        run("never", "heal.confidence=0.5")
+        del _REGISTRY["certainty"]
+    with pytest.raises(RecipeError, match="unknown parameter 'certainty'"):
+        run("never", "heal.certainty=0.5")
 
 
 def test_the_first_stage_fits_the_states_of_each_layer(run, tmp_path):

@@ -1,4 +1,4 @@
-"""A family and an op are one file each: those of docs/plug-ins.md, written as they stand there, installed and used."""
+"""A family, an op and a loss are one file each: those of docs/plug-ins.md, as they stand there, installed and used."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def site(tmp_path: Path) -> Path:
     entries = "".join(f"[{group}]\n{name} = {module}\n" for group, name, module in shown)
     (site / "tiny-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1\n")
     (site / "tiny-1.dist-info/entry_points.txt").write_text(entries)
-    assert len(shown) == 2
+    assert len(shown) == 3
     return site
 
 
@@ -92,10 +92,11 @@ def test_a_family_and_an_op_are_one_file_each(site: Path, tmp_path: Path, ids: T
     source, target = models.write(tmp_path / "source", CONFIG, weights()), tmp_path / "target"
     (tmp_path / "mine.yaml").write_text(RECIPE)
     models.write_ids(tmp_path / "text.npy")
-    code = f"import converter; source, folder = {str(source)!r}, {str(tmp_path)!r}; "
-    code += "print(converter.plan_conversion(source).recipe.name); "
+    code = "from converter.losses import losses; "
+    code += f"import converter; source, folder = {str(source)!r}, {str(tmp_path)!r}; "
+    code += "print(converter.plan_conversion(source).recipe.name, *losses()); "
     code += "converter.convert(source, folder + '/target', recipe=folder + '/mine.yaml', text=folder + '/text.npy')"
-    assert run(site, code) == "gpt2-to-llama\n"
+    assert run(site, code) == "gpt2-to-llama kl ce certainty\n"
     report = json.loads((target / "conversion.json").read_text())
     assert [step["name"] for step in report["steps"] if step["exact"]] == ["untie_head", "absorb_final_gain", "cast"]
     model = GPT2LMHeadModel.from_pretrained(target)
@@ -103,7 +104,7 @@ def test_a_family_and_an_op_are_one_file_each(site: Path, tmp_path: Path, ids: T
     assert models.relative(models.logits_of(model, ids), forward(weights(), ids)) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["Family", "TargetFamily", "Op", "Calibration", "detect_rope", "swap_rope"])
+@pytest.mark.parametrize("name", ["Family", "TargetFamily", "Op", "Calibration", "Loss", "detect_rope", "swap_rope"])
 def test_what_plug_ins_need_is_public(name: str) -> None:
     assert name in converter.__all__
     assert getattr(converter, name).__doc__
