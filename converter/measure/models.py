@@ -122,6 +122,7 @@ def load_transformers(source: SourceModel) -> PreTrainedModel:
     `module.` or `_orig_mod.`. A family that it has no class for runs as its stand-in; without one it is an error.
     """
     quiet_transformers()
+    source.check_contents()  # transformers would take whole numbers for weights
     if source.family.model_class is None and source.family.stand_in is None:
         raise UnsupportedError(
             f"transformers has no class that runs a {source.family.name}",

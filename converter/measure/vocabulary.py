@@ -53,10 +53,11 @@ def common_ids(a: Vocabulary, b: Vocabulary) -> int:
                 why="predictions can be compared over the same tokens only",
                 fix="Name two checkpoints that share a tokenizer",
             )
-    common = min(a.rows, b.rows)
-    if a.rows == b.rows:
+    small, large = sorted((a, b), key=lambda each: each.rows)
+    common = small.rows
+    if large.rows == common:
         return common
-    rows = f"{a.name} and {b.name} have vocabularies of {a.rows} and {b.rows} tokens"
+    rows = f"{small.name} and {large.name} have vocabularies of {small.rows} and {large.rows} tokens"
     known = [each.tokens for each in (a, b) if each.tokens is not None]
     if not known:
         raise UnsupportedError(
