@@ -584,3 +584,9 @@ def test_a_tensor_without_data_is_refused(folder):
     torch.save({"a.weight": torch.zeros(3, 5, device="meta")}, folder / BIN)
     with pytest.raises(CheckpointError, match=r"'a\.weight' is not plain: .* on meta"):
         Checkpoint.open(folder)
+
+
+def test_a_tensor_larger_than_its_file_is_refused(folder):
+    torch.save({"a.weight": torch.zeros(1).expand(10**6, 10**6)}, folder / BIN)
+    with pytest.raises(CheckpointError, match=r"'a\.weight' of shape .* is larger than the file"):
+        Checkpoint.open(folder)

@@ -330,3 +330,12 @@ def test_a_name_that_is_no_text_is_printed_as_an_escape(tmp_path):
         result = run("check", folder, *arguments)
         assert result.exit_code == 1
         assert r"\ud800" in result.output
+
+
+@pytest.mark.parametrize("field", ["attn_pdrop", "use_cache"])
+def test_a_config_that_transformers_refuses_is_one_paragraph(field, source, text, tmp_path):
+    folder = models.edit_config(shutil.copytree(source, tmp_path / "model"), **{field: 1.1})
+    result = run("eval", folder, "--text", text)
+    assert result.exit_code == 2
+    assert "transformers refuses this config" in result.output
+    assert len(result.output.splitlines()) == 1

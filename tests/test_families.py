@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import TOLERANCE, VOCAB
 from torch import Tensor
-from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
@@ -546,3 +546,12 @@ def test_transposed_linears_are_named(make: Callable[[], PreTrainedModel], words
     with pytest.raises(CheckpointError) as caught:
         SourceModel.open(folder)
     assert f"the linears lie transposed: {words}".capitalize() in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [7, "full_attention", {"a": 1}, [7]])
+def test_layer_types_that_are_no_list_of_kinds_are_refused(value, tmp_path):
+    folder = models.save(
+        models.jitter(Qwen2ForCausalLM(Qwen2Config(**models.LLAMA)), 0), tmp_path / "model", layer_types=value
+    )
+    with pytest.raises(ConverterError):
+        SourceModel.open(folder)

@@ -28,6 +28,7 @@ from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.files.record import read_stamp
 from converter.measure.models import RunnableCheckpoint, load_plain
+from converter.measure.verify import expected_kl
 from converter.rope import journal, patch, scores
 from converter.rope.journal import FOLDER
 from converter.rope.moves import unit_edges
@@ -164,11 +165,25 @@ class TestSettling:
         assert contents(folder) == before
         assert not (tmp_path / "out").exists()
 
-    def test_a_damaged_stamp_is_an_error(self, tmp_path):
+    @pytest.mark.parametrize(
+        "record",
+        [
+            *('{"rope": {"layout": "sideways"}}', '{"rope": {"layout": []}}', '{"rope": ["layout"]}', "[]", "{", ""),
+            *('{"rope_swaps": {"a": 1}}', '{"verification": 1}', '{"a":' * 10_000 + "1" + "}" * 10_000),
+        ],
+        ids=lambda record: record[:20],
+    )
+    def test_a_damaged_record_is_an_error(self, record, tmp_path):
         folder = save(make("Llama", LLAMA_LIKE), tmp_path / "model")
-        (folder / "conversion.json").write_text('{"rope": {"layout": "sideways"}}')
-        with pytest.raises(ConverterError, match="stamp"):
+        (folder / "conversion.json").write_text(record)
+        with pytest.raises(CheckpointError, match=r"conversion\.json: the record of the conversion cannot be read"):
             swap(folder, tmp_path / "out", to=INTERLEAVED)
+
+    @pytest.mark.parametrize("kl", ["NaN", "1e999", '"much"', "null", "[]"])
+    def test_a_record_whose_kl_is_no_number_allows_nothing(self, kl, tmp_path):
+        (tmp_path / "conversion.json").write_text(f'{{"verification": {{"total": {{"kl": {kl}}}}}}}')
+        with pytest.raises(CheckpointError, match="no KL"):
+            expected_kl(tmp_path)
 
     def test_a_model_without_rope_is_refused(self, tmp_path):
         from models import gpt2

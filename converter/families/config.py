@@ -71,7 +71,8 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 #: Kinds of RoPE that transformers computes, "default" being the plain one.
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
-_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (float, int), bool: (bool,), str: (str,), dict: (dict,)}
+_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (float, int), bool: (bool,), str: (str,)}
+_TYPES |= {dict: (dict,), list: (list,)}
 
 
 class ConfigReader:

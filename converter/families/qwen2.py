@@ -14,7 +14,7 @@ from converter.spec import ModelSpec
 def refuse_windows(config: ConfigReader) -> None:
     """Qwen's configs describe sliding windows that they do not use; one that is used is refused."""
     windowed = config.read("use_sliding_window", bool, False)
-    kinds = set(config.config.get("layer_types") or []) - {"full_attention"}
+    kinds = [kind for kind in config.read("layer_types", list, []) if kind != "full_attention"]
     config.ignore(
         {
             "layer_types": "full attention in every layer",

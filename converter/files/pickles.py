@@ -137,7 +137,18 @@ class TorchFile:
 
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if plain and tensor.device.type == "cpu" and not tensor.is_quantized and is_known_dtype(_dtype_name(tensor)):
-            return True
+            if tensor.nbytes <= self.path.stat().st_size:
+                return True
+            on_fault(
+                CheckpointError(
+                    f"tensor '{name}' of shape {list(tensor.shape)} is larger than the file",
+                    where=str(self.path),
+                    tensor=name,
+                    why="It repeats numbers, which no weight of a model does",
+                    fix="Download or copy the file again.",
+                )
+            )
+            return False
         kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}, on {tensor.device}"
         on_fault(
             CheckpointError(

@@ -134,7 +134,10 @@ def load_transformers(source: SourceModel) -> PreTrainedModel:
     else:
         family, config, state = _as_stand_in(source, source.family.stand_in)
     config.tie_word_embeddings = source.spec.tied_head
-    model: PreTrainedModel = _class_of(family)(config).float()
+    try:
+        model: PreTrainedModel = _class_of(family)(config).float()
+    except Exception as error:  # a class checks some of its fields here only
+        raise CheckpointError("transformers refuses this config", where=source.where, why=str(error)) from error
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     tied = {family.full_name(family.head)} if source.spec.tied_head else set()

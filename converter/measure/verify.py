@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from converter.errors import CheckpointError, ConverterError
+from converter.files.record import STAMP, read_record
 from converter.measure.metrics import Comparison, Tally, batches, predictions
 from converter.measure.models import RunnableCheckpoint, pick_device
 from converter.measure.vocabulary import common_ids
@@ -64,11 +65,15 @@ def verify(
 
 def expected_kl(path: Path) -> float | None:
     """The KL to its source that a converted checkpoint's own `conversion.json` reports."""
-    record = path / "conversion.json"
-    if not record.is_file():
+    verification = (read_record(path) or {}).get("verification")
+    if not verification:
         return None
     try:
-        verification = json.loads(record.read_text(encoding="utf-8")).get("verification")
-        return float(verification["total"]["kl"]) if verification else None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError("conversion.json is damaged", where=str(record), why=str(error)) from error
+        kl = float(verification["total"]["kl"])
+        if not math.isfinite(kl):
+            raise ValueError(f"it is {kl}")
+        return kl
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise CheckpointError(
+            "the record of the conversion has no KL of its verification", where=str(path / STAMP), why=repr(error)
+        ) from error

@@ -8,16 +8,14 @@ checkpoint that somebody converted wrongly is repaired.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from converter import __version__
 from converter.errors import ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.files.json_text import to_json
-from converter.files.record import STAMP
+from converter.files.record import STAMP, read_record
 from converter.rope.detect import Detection
 from converter.spec import RopeLayout
 
@@ -34,8 +32,7 @@ class Settlement:
 
 def stamped(folder: Path, source: SourceModel, settlement: Settlement, to: RopeLayout, tensors: int) -> str:
     """The text of a conversion.json with the new layout, and this swap added to its history."""
-    file = folder / STAMP
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    content = read_record(folder) or {}
     rope = content.get("rope") or {}
     if source.spec.rope is not None:
         rope = {
@@ -52,7 +49,7 @@ def stamped(folder: Path, source: SourceModel, settlement: Settlement, to: RopeL
         "tensors": tensors,
         "evidence": settlement.voices,
     }
-    content["rope_swaps"] = [*content.get("rope_swaps", []), swap]
+    content["rope_swaps"] = [*(content.get("rope_swaps") or []), swap]
     return to_json(content) + "\n"
 
 
