@@ -333,6 +333,16 @@ def test_overflow_in_float16_is_counted_and_named(tmp_path: Path) -> None:
     converter.convert(source, tmp_path / "llama", recipe=NAIVE, dtype="bfloat16", verify=False)
 
 
+def test_what_the_steps_make_infinite_is_named(tmp_path: Path) -> None:
+    """In fp32 too, where the cast changes nothing: a SwiGLU's gate is 1.6 times the MLP's first matrix."""
+    model = models.gpt2()
+    tensors = models.tensors_of(model)
+    tensors["transformer.h.1.mlp.c_fc.weight"][0, 0] = 3e38
+    source = models.write(tmp_path / "source", models.config_of(model), tensors)
+    message = refused(UnsupportedError, tmp_path, source, verify=False)
+    assert "1 of 3840 values of layers.1.gate.weight overflow in float32" in message
+
+
 def test_a_quantised_tensor_is_named(tmp_path: Path) -> None:
     model = models.gpt2()
     tensors = models.tensors_of(model)

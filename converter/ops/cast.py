@@ -41,9 +41,9 @@ class Cast(Op):
 
     def _cast(self, role: str, tensor: Tensor, notes: Notes) -> Tensor:
         dtype: torch.dtype = getattr(torch, self.dtype)
-        if tensor.is_meta or tensor.dtype == dtype:
-            return tensor.to(dtype)
         rounded = tensor.to(dtype)
+        if tensor.is_meta:
+            return rounded
         low, high = torch.aminmax(rounded)
         if not (torch.isfinite(low) and torch.isfinite(high)):
             overflowed = int((~torch.isfinite(rounded)).sum())
@@ -51,7 +51,9 @@ class Cast(Op):
                 f"{overflowed} of {tensor.numel()} values of {notes.name(role)} overflow in {self.dtype}",
                 why=f"the largest is {float(tensor.abs().max()):.4g}, and {self.dtype} ends at "
                 f"{torch.finfo(dtype).max:.4g}",
-                fix="Use --dtype bfloat16 or float32",
+                fix="Use --dtype bfloat16 or float32"
+                if self.dtype == "float16"
+                else "A weight of the source is of a size that no trained one has; take an undamaged checkpoint",
             )
         if self.dtype == "float16":
             underflowed = int(((rounded == 0) & (tensor != 0)).sum())
