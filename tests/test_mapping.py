@@ -34,7 +34,7 @@ def fuse(parts: dict[str, Tensor], layout: FusedLayout) -> Tensor:
 def test_every_fused_layout_holds_the_same_q_k_v(layout: FusedLayout, kind: str, transposed: bool) -> None:
     parts = logical(kind)
     fused = fuse(parts, layout).T if transposed else fuse(parts, layout)
-    mapping = FusedQKV("qkv", kind, layout, D, transposed)
+    mapping = FusedQKV("qkv", f"q.{kind}", layout, D, transposed)
     assert mapping.roles == (f"q.{kind}", f"k.{kind}", f"v.{kind}")
     for found, wanted in zip(mapping.to_roles(fused), parts.values(), strict=True):
         assert torch.equal(found, wanted)
@@ -47,7 +47,7 @@ def test_every_fused_layout_holds_the_same_q_k_v(layout: FusedLayout, kind: str,
 def test_a_wrong_layout_has_the_same_shapes_and_other_values() -> None:
     parts = logical("weight")
     for right, wrong in ((FusedLayout.STACKED, FusedLayout.PER_HEAD), (FusedLayout.PER_HEAD, FusedLayout.STACKED)):
-        found = FusedQKV("qkv", "weight", wrong, D).to_roles(fuse(parts, right))
+        found = FusedQKV("qkv", "q.weight", wrong, D).to_roles(fuse(parts, right))
         assert [x.shape for x in found] == [x.shape for x in parts.values()]
         assert not any(torch.equal(x, y) for x, y in zip(found, parts.values(), strict=True))
 

@@ -77,7 +77,7 @@ def test_a_table_gets_its_skipped_rows_back_and_a_missing_gain_must_stay_one() -
     [whole] = skipped.to_names(table)
     assert skipped.name_shapes({"positions.weight": (5, 3)}) == (whole.shape,)
     assert torch.equal(skipped.to_roles(whole)[0], table)
-    ones = Ones("attn_norm.weight", 3)
+    ones = Ones("", "attn_norm.weight", 3)
     assert ones.to_names(*ones.to_roles()) == ()
     with pytest.raises(AssertionError, match="has become a gain"):
         ones.to_names(torch.tensor([1.0, 2.0, 1.0]))

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from converter import check, inspect
 from converter.conversion.recipe import Recipe, load_recipe
 from converter.conversion.run import convert, plan_conversion
-from converter.errors import CheckpointError, ConverterError, UnsupportedError
+from converter.errors import CheckpointError, ConverterError, UnsupportedError, VerificationError
+from converter.families import llama_meta
 from converter.families.llama_meta import context_of, feed_forward_size
 from converter.families.opened import SourceModel
 from converter.families.scaling import scaling_of
@@ -109,6 +110,10 @@ def change_rank(folder: Path, rank: int, change: Callable[[str, torch.Tensor], t
     torch.save({name: change(name, tensor) for name, tensor in torch.load(file).items()}, file)
 
 
+def with_a_wrong_head(folder: Path, tensors: dict[str, torch.Tensor], *rest: int) -> None:
+    write_shards(folder, {**tensors, "output.weight": tensors["output.weight"] * 1.3}, *rest)
+
+
 EVEN = {**WIDE, "vocab_size": 64}
 
 
@@ -165,6 +170,14 @@ class TestMeta:
             assert all(torch.equal(found[name], tensor) for name, tensor in right.items())
         assert error(logits(tmp_path / "meta"), model) <= 1e-5
         assert not (tmp_path / "meta/consolidated.02.pth").exists()
+
+    def test_files_that_do_not_hold_what_was_converted_fail(self, tmp_path, monkeypatch):
+        # transformers has no class for Meta's files: the message cannot name a block, and must not be a traceback.
+        monkeypatch.setattr(llama_meta, "write_shards", with_a_wrong_head)
+        folder = save(make("Llama", EVEN), tmp_path / "hf")
+        text = write_ids(tmp_path / "ids.npy")
+        with pytest.raises(VerificationError, match="the files do not hold what was converted"):
+            convert(folder, tmp_path / "meta", recipe="hf-to-meta", text=[text])
 
     def test_ranks_that_do_not_share_evenly_or_have_no_files_are_refused(self, tmp_path):
         folder = save(make("Llama", EVEN), tmp_path / "hf")
@@ -244,6 +257,7 @@ class TestMeta:
             ("Llama 2 7B", {"dim": 4096, "n_layers": 32, "norm_eps": 1e-5}, 4096, True),
             ("Llama 2 70B", {"dim": 8192, "n_layers": 80, "norm_eps": 1e-5, "n_kv_heads": 8}, 4096, True),
             ("Code Llama 7B", {"dim": 4096, "n_layers": 32, "norm_eps": 1e-5, "rope_theta": 1e6}, 16384, True),
+            ("another theta", {"dim": 512, "n_layers": 8, "norm_eps": 1e-5, "rope_theta": 5e4}, 16384, False),
             ("Llama 3 8B", {"dim": 4096, "n_layers": 32, "norm_eps": 1e-5, "rope_theta": 5e5}, 8192, True),
             ("Llama 3.1 8B", {"dim": 4096, "rope_theta": 5e5, "use_scaled_rope": True}, 131072, True),
             ("another", {"dim": 512, "n_layers": 8, "norm_eps": 1e-6}, 2048, False),

@@ -99,7 +99,7 @@ class Family(ABC):
         linear = part in LINEARS and kind == "weight"
         if part in ("q", "k", "v") and "qkv" in self.modules:
             name = f"{self.modules['qkv']}.{kind}".format(block.index)
-            return FusedQKV(name, kind, self.fused, spec.head_dim, self.transposed and linear)
+            return FusedQKV(name, f"q.{kind}", self.fused, spec.head_dim, self.transposed and linear)
         if role == "head.weight":
             return Direct(self.embedding if spec.tied_head else self.head, role)
         module = self.modules[part]

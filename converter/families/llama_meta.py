@@ -55,8 +55,8 @@ def context_of(params: Mapping[str, Any]) -> tuple[int, str, bool]:
         return 131072, "Llama 3.1", True
     if theta == 500000.0:
         return 8192, "Llama 3", True
-    if theta == 1000000.0:
-        return 16384, "Code Llama", True
+    if isinstance(theta, int | float) and theta > 10000.0:
+        return 16384, "Code Llama", theta == 1000000.0
     size = params.get("dim"), params.get("n_layers")
     if size == (8192, 80):
         return (4096, "Llama 2", True) if "n_kv_heads" in params else (2048, "LLaMA", True)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from converter.errors import UnsupportedError
 
@@ -26,53 +26,41 @@ if TYPE_CHECKING:
     from converter.spec import ModelSpec
 
 
-class TensorMapping(Protocol):
-    """Ties some tensor names to some roles, both ways."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The family's tensor names, without the family's prefix."""
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """The roles that they become."""
-
-    def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors in the order of `names` -> tensors in the order of `roles`."""
-
-    def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The inverse of `to_roles`; raises UnsupportedError where there is none, so no target can have it."""
-
-    def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
-        """Shapes of `names`, from the shapes of the roles."""
-
-
 @dataclass(frozen=True)
 class Direct:
-    """One tensor is one role, as it lies."""
+    """One tensor is one role, as it lies. The base of all others."""
 
     name: str
     role: str
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The family's tensor names, without the family's prefix."""
         return (self.name,)
 
     @property
     def roles(self) -> tuple[str, ...]:
+        """The roles that they become."""
         return (self.role,)
 
     def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors in the order of `names` -> tensors in the order of `roles`."""
         return tensors
 
     def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The inverse of `to_roles`; raises UnsupportedError where there is none, so no target can have it."""
         return tensors
 
     def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
+        """Shapes of `names`, from the shapes of the roles."""
         return (roles[self.role],)
 
     def __str__(self) -> str:
         return "as it lies"
+
+
+#: Ties some tensor names to some roles, both ways.
+TensorMapping = Direct
 
 
 @dataclass(frozen=True)
@@ -170,19 +158,14 @@ class Projected(Direct):
 
 
 @dataclass(frozen=True)
-class Ones:
+class Ones(Direct):
     """A gain that no tensor holds: a norm without parameters."""
 
-    role: str
     size: int
 
     @property
     def names(self) -> tuple[str, ...]:
         return ()
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return (self.role,)
 
     def to_roles(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         import torch
@@ -208,22 +191,16 @@ class FusedLayout(str, Enum):
 
 
 @dataclass(frozen=True)
-class FusedQKV:
-    """One tensor that holds q, k and v of as many heads each, weight or bias, by a declared layout."""
+class FusedQKV(Direct):
+    """One tensor that holds q, k and v of as many heads each, weight or bias, by a declared layout; `role` is q's."""
 
-    name: str
-    kind: str  # "weight" or "bias"
     layout: FusedLayout
     head_dim: int
     transposed: bool = False
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
-
-    @property
     def roles(self) -> tuple[str, ...]:
-        return (f"q.{self.kind}", f"k.{self.kind}", f"v.{self.kind}")
+        return (self.role, *(self.role.replace("q", part, 1) for part in "kv"))
 
     def __str__(self) -> str:
         return f"fused, {self.layout.value}" + (", transposed" if self.transposed else "")
@@ -246,7 +223,7 @@ class FusedQKV:
         return (rows.T if self.transposed else rows,)
 
     def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:
-        rows, *rest = roles[self.roles[0]]
+        rows, *rest = roles[self.role]
         shape = (3 * rows, *rest)
         return (shape[::-1] if self.transposed else shape,)
 

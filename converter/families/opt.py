@@ -91,7 +91,7 @@ class OPT(Family):
         if role == "positions.weight":
             return Skipped(f"{self.modules['positions']}.weight", role, _OFFSET)
         if role.endswith("norm.weight") and not spec.norm_bias:
-            return Ones(role, spec.hidden_size)
+            return Ones("", role, spec.hidden_size)
         if spec.embedding_size is not None and role == "embed.weight":
             return Projected(self.embedding, role, "project_in.weight", spec.embedding_size)
         if spec.embedding_size is not None and role == "head.weight":
