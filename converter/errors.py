@@ -38,9 +38,11 @@ class ConverterError(Exception):
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
         super().__init__(what)
         self.what, self.where, self.why, self.fix = what, where, why, fix
+        #: What is left of the work, and how to go on with it.
+        self.kept: str | None = None
 
     def __str__(self) -> str:
-        return paragraph(f"{self.where}: {self.what}" if self.where else self.what, self.why, self.fix)
+        return paragraph(f"{self.where}: {self.what}" if self.where else self.what, self.why, self.fix, self.kept)
 
 
 class CheckpointError(ConverterError):
@@ -89,6 +91,10 @@ class UnsupportedError(ConverterError):
 
 class RecipeError(ConverterError):
     """A recipe or a `--set` override is wrong."""
+
+
+class ResourceError(ConverterError):
+    """The machine is out of disk or memory, or the disk refuses: nothing is wrong with the input."""
 
 
 class VerificationError(ConverterError):

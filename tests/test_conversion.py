@@ -313,10 +313,10 @@ def poisoned(folder: Path, value: float) -> Path:
     return models.write(folder, models.config_of(model), tensors)
 
 
-def refused(kind: type[ConverterError], tmp_path: Path, source: Path, **options: Any) -> str:
+def refused(kind: type[ConverterError], tmp_path: Path, source: Path, kept: bool = False, **options: Any) -> str:
     with pytest.raises(kind) as caught:
         converter.convert(source, tmp_path / "llama", **{"recipe": NAIVE, **options})
-    assert left_behind(tmp_path) == [source.name]
+    assert left_behind(tmp_path) == [*([".llama.partial"] if kept else []), source.name]
     return str(caught.value)
 
 
@@ -481,7 +481,8 @@ def test_files_that_hold_something_else_than_was_measured_fail_the_conversion(
 
     monkeypatch.setattr(Llama, "mappings", swapped)
     source = models.save(models.gpt2(), tmp_path / "source")
-    message = refused(VerificationError, tmp_path, source, text=[text] if with_text else [])
+    message = refused(VerificationError, tmp_path, source, kept=True, text=[text] if with_text else [])
+    assert "goes on with --resume" in message
     assert "computes something else from the files" in message
     assert "layers.0 is the first block whose output differs" in message
 

@@ -114,7 +114,7 @@ def test_healing_brings_the_model_nearer_to_its_source(healed):
 
 def test_the_output_is_a_plain_checkpoint_with_its_records(healed, converted):
     target = healed.target
-    assert not (target / ".heal").exists()
+    assert not (target.parent / f".{target.name}.partial").exists()
     load_plain(target)
     config, before = (json.loads((folder / "config.json").read_text()) for folder in (target, converted))
     assert {key: config[key] for key in before if key not in ("dtype", "torch_dtype")} == {
@@ -160,7 +160,7 @@ def test_sigterm_saves_the_step_and_stops(run, healed, tmp_path):
 def test_a_snapshot_without_all_its_parts_is_an_error_never_a_reset(run, tmp_path, damage, message):
     with pytest.raises(KeyboardInterrupt):
         run("again", progress=StopAt(7, kill))
-    damage(tmp_path / ".again.partial" / ".heal" / "step-00000006")
+    damage(tmp_path / ".again.partial" / "work" / "step-00000006")
     with pytest.raises(CheckpointError, match=message):
         run("again", resume=True)
 
@@ -168,7 +168,7 @@ def test_a_snapshot_without_all_its_parts_is_an_error_never_a_reset(run, tmp_pat
 def test_a_snapshot_under_another_name_than_its_own_is_none(run, healed, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run("again", progress=StopAt(7, kill))
-    work = tmp_path / ".again.partial" / ".heal"
+    work = tmp_path / ".again.partial" / "work"
     (work / "step-00000006").rename(work / ".step-00000006.partial")  # as a kill during its writing leaves it
     watch = StopAt(0, kill)
     report = run("again", resume=True, progress=watch)
@@ -445,7 +445,7 @@ def test_a_launch_that_ends_up_alone_or_unsharded_is_an_error(monkeypatch):
 def test_a_run_does_not_go_on_with_the_snapshots_of_deepspeed(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run("begun", progress=StopAt(7, kill))
-    for state in (tmp_path / ".begun.partial" / ".heal").glob("step-*/state.json"):
+    for state in (tmp_path / ".begun.partial" / "work").glob("step-*/state.json"):
         content = json.loads(state.read_text())
         assert content["trainee"] == "torch"
         state.write_text(json.dumps(content | {"trainee": "DeepSpeed"}))
@@ -586,4 +586,4 @@ def test_a_run_killed_at_twenty_random_moments_always_goes_on_to_the_same_weight
 
 def newest(folder):
     """The step of the newest snapshot of an unfinished run."""
-    return max((int(path.name[5:]) for path in folder.glob(".again.partial/.heal/step-*")), default=0)
+    return max((int(path.name[5:]) for path in folder.glob(".again.partial/work/step-*")), default=0)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,8 @@ def make_checkpoint(folder: Path, content: str = "old") -> Path:
     return folder
 
 
-def convert(target: Path, overwrite: bool = False, resume: bool = False, source: Path | None = None) -> None:
-    with OutputFolder(target, overwrite, resume, source=source) as output:
+def convert(target: Path, overwrite: bool = False, resume: bool = False, inputs: Sequence[Path] = ()) -> None:
+    with OutputFolder(target, overwrite, resume, inputs=inputs) as output:
         (output.partial / "config.json").write_text("new")
         output.commit()
 
@@ -36,11 +37,12 @@ def convert(target: Path, overwrite: bool = False, resume: bool = False, source:
 def stop_half_way(target: Path, error: BaseException, *, keep: bool = False, resume: bool = False) -> None:
     with OutputFolder(target, resume=resume) as output:
         (output.partial / "half").touch()
-        output.keep_partial |= keep
+        if keep:
+            output.keep()
         raise error
 
 
-def refusal(target: Path, **options: bool | Path) -> str:
+def refusal(target: Path, **options: object) -> str:
     before = sorted(target.parent.rglob("*"))
     with pytest.raises(ConverterError) as caught:
         convert(target, **options)  # type: ignore[arg-type]
@@ -57,7 +59,7 @@ def content(target: Path) -> str:
 def test_nothing_is_at_the_target_before_the_commit(tmp_path: Path) -> None:
     target = tmp_path / "models" / "out"
     with OutputFolder(target) as output:
-        assert output.partial == tmp_path / "models" / ".out.partial"
+        assert output.partial == tmp_path / "models" / ".out.partial" / "result"
         assert not target.exists()
         (output.partial / "config.json").write_text("new")
         output.commit()
@@ -97,7 +99,7 @@ def test_a_file_is_never_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["models/source", "models/source/out", "models", "models/.source.partial/../source"])
 def test_the_target_is_apart_from_the_source(tmp_path: Path, place: str) -> None:
     source = make_checkpoint(tmp_path / "models" / "source")
-    message = refusal(tmp_path / place, overwrite=True, source=source)
+    message = refusal(tmp_path / place, overwrite=True, inputs=[source])
     assert str(source) in message
     assert "the same, or one holds the other" in message
 
@@ -105,12 +107,12 @@ def test_the_target_is_apart_from_the_source(tmp_path: Path, place: str) -> None
 def test_a_link_to_the_source_is_the_source(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source")
     (tmp_path / "link").symlink_to(source)
-    assert "the same" in refusal(tmp_path / "link", overwrite=True, source=source)
+    assert "the same" in refusal(tmp_path / "link", overwrite=True, inputs=[source])
 
 
 def test_the_source_is_not_taken_for_an_unfinished_conversion(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / ".out.partial")
-    assert "the same" in refusal(tmp_path / "out", overwrite=True, source=source)
+    assert "the same" in refusal(tmp_path / "out", overwrite=True, inputs=[source])
 
 
 def test_the_current_directory_is_no_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,15 +127,15 @@ def test_the_root_is_no_target() -> None:
 
 
 def test_an_unfinished_conversion_is_resumed_or_started_again(tmp_path: Path) -> None:
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "half").touch()
+    (tmp_path / ".out.partial" / "result").mkdir(parents=True)
+    (tmp_path / ".out.partial" / "result" / "half").touch()
     message = refusal(tmp_path / "out")
     assert "unfinished run" in message
     assert "--resume to go on, or --overwrite to start again" in message
     with OutputFolder(tmp_path / "out", resume=True) as output:
         assert output.resumed
         assert (output.partial / "half").exists()
-        output.keep_partial = True
+        output.keep()
     with OutputFolder(tmp_path / "out", overwrite=True) as output:
         assert not output.resumed
         assert not list(output.partial.iterdir())
@@ -154,11 +156,11 @@ def test_leaving_without_a_commit_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reason", ["asked", "interrupted", "resumed"])
 def test_work_worth_resuming_is_kept(tmp_path: Path, reason: str) -> None:
     if reason == "resumed":
-        (tmp_path / ".out.partial").mkdir()
+        (tmp_path / ".out.partial" / "result").mkdir(parents=True)
     error = KeyboardInterrupt() if reason == "interrupted" else RuntimeError()
     with pytest.raises(type(error)):
         stop_half_way(tmp_path / "out", error, keep=reason == "asked", resume=reason == "resumed")
-    assert (tmp_path / ".out.partial" / "half").exists()
+    assert (tmp_path / ".out.partial" / "result" / "half").exists()
     assert not (tmp_path / "out").exists()
 
 
@@ -167,7 +169,7 @@ def test_a_failing_rename_restores_what_was_there(tmp_path: Path, monkeypatch: p
     rename = Path.rename
 
     def fail_once(self: Path, to: Path) -> Path:
-        if self.name == ".out.partial":
+        if self.name == "result":
             raise OSError(errno.EBUSY, "busy")
         return rename(self, to)
 
@@ -175,7 +177,7 @@ def test_a_failing_rename_restores_what_was_there(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConverterError, match="writing failed: busy"):
         convert(target, overwrite=True)
     assert (target / "config.json").read_text() == "old"
-    assert (tmp_path / ".out.partial" / "config.json").read_text() == "new"  # nothing of the work is lost
+    assert (tmp_path / ".out.partial" / "result" / "config.json").read_text() == "new"  # nothing of the work is lost
     monkeypatch.undo()
     convert(target, overwrite=True, resume=True)
     assert content(target) == "new"
@@ -183,7 +185,7 @@ def test_a_failing_rename_restores_what_was_there(tmp_path: Path, monkeypatch: p
 
 def test_a_kill_between_the_two_renames_is_undone_by_the_next_run(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / ".out.replaced")
-    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "result").mkdir(parents=True)
     with pytest.raises(ConverterError, match="holds a checkpoint"):
         convert(tmp_path / "out", resume=True)
     assert (tmp_path / "out" / "config.json").read_text() == "old"

@@ -14,7 +14,7 @@ import click
 from converter import __version__
 from converter.cli.heal import heal, upgrade
 from converter.cli.rope import rope
-from converter.errors import ConverterError, VerificationError
+from converter.errors import ConverterError, VerificationError, paragraph
 from converter.files.json_text import to_json
 from converter.show.progress import print_all, progress
 
@@ -39,8 +39,8 @@ class _Group(click.Group):
                 traceback.print_exc()
             click.echo(f"converter: {error}", err=True)
             ctx.exit(error.exit_code)
-        except KeyboardInterrupt:
-            click.echo("converter: interrupted", err=True)
+        except KeyboardInterrupt as error:
+            click.echo(f"converter: {paragraph('interrupted', str(error))}", err=True)
             ctx.exit(130)
 
 

@@ -81,6 +81,11 @@ class Plan:
         """The tensors of a converted block by the target's names; roles that only the target has are zeros."""
         return self.target.write_block(self.target_spec, ref, block)
 
+    def config(self) -> dict[str, Any]:
+        """The result's `config.json`."""
+        stored = {"dtype": self.dtype, "torch_dtype": self.dtype, "use_cache": True}
+        return self.target.write_config(self.target_spec) | self.source.token_ids() | stored
+
     def to_dict(self) -> dict[str, Any]:
         """A dry run, for JSON."""
         return {

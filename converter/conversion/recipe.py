@@ -54,6 +54,16 @@ class Recipe:
         """Whether some op needs text."""
         return any(step.calibrated for step in self.steps)
 
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that the result depends on, by the names that `--set` has for it."""
+        facts: dict[str, Any] = {"recipe": self.name, "steps": [step.name for step in self.steps]}
+        for number, step in enumerate(self.steps):
+            name = step.name if facts["steps"].index(step.name) == number else f"step {number + 1} {step.name}"
+            facts |= {f"{name}.{parameter}": value for parameter, value in _parameters(step).items()}
+        for section in ("calibration", "verify"):
+            facts |= {f"{section}.{name}": value for name, value in vars(getattr(self, section)).items()}
+        return facts | {f"heal.{name}": value for name, value in self.heal.fingerprint().items()}
+
     def to_yaml(self) -> str:
         """The recipe with every parameter written out."""
         facts: dict[str, Any] = {"name": self.name}

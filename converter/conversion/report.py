@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from converter import __version__
 from converter.blocks import Dropped
-
-if TYPE_CHECKING:  # `inspect` prints its tables without torch
-    from converter.measure.metrics import Comparison
-    from converter.measure.yardstick import Shifted
-
+from converter.conversion.plan import Plan
+from converter.conversion.walk import Findings
+from converter.measure.metrics import Comparison, Figures
+from converter.measure.yardstick import Shifted
+from converter.reference import flops_per_token
+from converter.spec import ModelSpec
+from converter.text.gather import Texts
 
 #: Largest relative logit difference that an exact op may make, in fp32.
 EXACT_TOLERANCE = 1e-5
@@ -99,6 +103,88 @@ class ConversionReport:
         facts["verification"] = self.verification.to_dict() if self.verification else None
         facts["first_unexplained_drift"] = self.unexplained_drift
         return facts
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], target: Path) -> ConversionReport:
+        """The inverse of `to_dict`."""
+        facts = {field.name: saved[field.name] for field in dataclasses.fields(cls)}
+        for name in ("source_cost", "target_cost"):
+            facts[name] = Cost(**facts[name])
+        facts["source_dropped"] = tuple(Dropped(**each) for each in facts["source_dropped"])
+        facts["steps"] = tuple(_step_from(each) for each in facts["steps"])
+        return cls(**{**facts, **verification_from(facts), "target": target})
+
+
+def verification_from(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that the verification fills, from plain values."""
+    verification, speed = saved.get("verification"), saved.get("speed")
+    return {
+        "verification": Comparison.from_dict(verification) if verification else None,
+        "yardstick": tuple(
+            Shifted(each["shift"], each["first_kept"], Figures(**each["figures"]))
+            for each in saved.get("yardstick", ())
+        ),
+        "speed": (speed[0], speed[1]) if speed else None,
+    }
+
+
+def _step_from(saved: Mapping[str, Any]) -> StepReport:
+    return StepReport(
+        **{
+            **saved,
+            "dropped": tuple(Dropped(**each) for each in saved["dropped"]),
+            "drift": tuple(saved["drift"]),
+            "own_error": tuple(saved["own_error"]),
+            "comparison": Comparison.from_dict(saved["comparison"]) if saved["comparison"] else None,
+        }
+    )
+
+
+def make_report(
+    plan: Plan, findings: Findings, texts: Texts | None, hashes: dict[str, str], target: Path
+) -> ConversionReport:
+    """The report of a walk, without a verification yet."""
+    source, rope = plan.source, plan.target_spec.rope
+    return ConversionReport(
+        source=source.checkpoint.name,
+        source_family=source.family.name,
+        target_family=plan.target.name,
+        target=target,
+        tool_version=__version__,
+        recipe=plan.recipe.name,
+        source_sha256=hashes,
+        source_dropped=tuple(source.dropped),
+        ignored_config={key: why for key, why in source.config_accounts.items() if why != "read"},
+        rope=None if rope is None else {**asdict(rope), "layout": rope.layout.value},
+        dtype=plan.dtype,
+        source_cost=Cost(source.parameters, source.checkpoint.total_bytes, _flops(source.spec)),
+        target_cost=Cost(plan.parameters, plan.output_bytes, _flops(plan.target_spec)),
+        text=texts.description if texts else "nothing: --no-verify",
+        steps=tuple(_step_report(plan, findings, index, texts) for index in range(len(plan.steps))),
+        verification=None,
+    )
+
+
+def _flops(spec: ModelSpec) -> int:
+    return flops_per_token(spec, spec.context)
+
+
+def _step_report(plan: Plan, findings: Findings, index: int, texts: Texts | None) -> StepReport:
+    step = plan.steps[index]
+    measured = bool(findings.comparisons)
+    return StepReport(
+        name=step.op.name,
+        parameters=dict(vars(step.op)),
+        exact=step.exact,
+        needed=step.needed,
+        dropped=tuple(findings.dropped[index]),
+        facts=findings.facts[index],
+        errors=findings.errors[index],
+        drift=tuple(findings.drifts[index]),
+        own_error=tuple(findings.own_errors[index]),
+        comparison=findings.comparisons[index] if measured and texts and texts.real else None,
+        relative_change=findings.changes[index] if measured else None,
+    )
 
 
 def _step_dict(step: StepReport) -> dict[str, Any]:

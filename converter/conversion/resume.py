@@ -8,47 +8,40 @@ this one, never half of one.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converter.errors import ConverterError
-from converter.files.output import disk_errors, fsync
+from converter.files.output import damaged_work, disk_errors, fsync, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_STATE = "state.json"
+
 
 class Journal:
-    """The state of one walk, in a hidden folder beside the unfinished files.
+    """The state of one walk, in a folder of its own."""
 
-    `fingerprint` describes what is converted, and how: a journal of something else is refused.
-    """
-
-    def __init__(self, folder: Path, fingerprint: Mapping[str, Any]) -> None:
-        self.folder = folder / ".walk"
-        self._fingerprint = json.loads(json.dumps(fingerprint))
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def load(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """The last saved state and its streams; None where nothing was finished.
 
-        Raises ConverterError where the unfinished conversion is another one.
+        Raises CheckpointError where the journal is damaged.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        path = self.folder / "state.json"
+        path = self.folder / _STATE
         if not path.is_file():
             return None
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        changed = [key for key, value in self._fingerprint.items() if saved["fingerprint"].get(key) != value]
-        if changed:
-            raise ConverterError(
-                f"the unfinished conversion is another one: its {', '.join(changed)} differ",
-                where=str(self.folder.parent),
-                fix="Repeat the command that was interrupted, or start again with --overwrite",
-            )
-        return saved["state"], load_file(self.folder / saved["streams"])
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            return dict(saved["state"]), load_file(self.folder / Path(saved["streams"]).name)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
+            raise damaged_work(path, error) from error
 
     def save(self, block: int, state: Mapping[str, Any], streams: Mapping[str, Tensor]) -> None:
         """Replace the journal by the state after a block."""
@@ -58,17 +51,8 @@ class Journal:
             self.folder.mkdir(exist_ok=True)
             name = f"streams-{block}.safetensors"
             save_file({key: tensor.contiguous() for key, tensor in streams.items()}, self.folder / name)
-            content = {"fingerprint": self._fingerprint, "state": dict(state), "streams": name}
-            fresh = self.folder / "state.json.new"
-            fresh.write_text(json.dumps(content), encoding="utf-8")
-            for path in (self.folder / name, fresh):
-                fsync(path)
-            fresh.replace(self.folder / "state.json")
-            fsync(self.folder)
+            fsync(self.folder / name)
+            write_whole(self.folder / _STATE, json.dumps({"state": dict(state), "streams": name}))
             for old in self.folder.glob("streams-*.safetensors"):
                 if old.name != name:
                     old.unlink()
-
-    def remove(self) -> None:
-        """The walk is over."""
-        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,45 +1,35 @@
-"""Convert one checkpoint: plan, walk, write, verify, report. The output appears by one rename or not at all."""
+"""Convert one checkpoint: plan, walk and write; what comes then is in `finish`."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from converter import __version__
-from converter.blocks import blocks
+from converter.conversion.finish import AFTER_THE_WALK, Written
 from converter.conversion.plan import DtypeName, Plan, make_plan
 from converter.conversion.recipe import Recipe, load_recipe, with_overrides
-from converter.conversion.report import EXACT_TOLERANCE, ConversionReport, Cost, StepReport
+from converter.conversion.report import ConversionReport, make_report
 from converter.conversion.resume import Journal
-from converter.conversion.walk import Findings, State, Walk
-from converter.errors import ConverterError, VerificationError
+from converter.conversion.walk import State, Walk
+from converter.errors import ConverterError
 from converter.families.opened import SourceModel
 from converter.files.checkpoint import SourceHash
-from converter.files.json_text import write_json
 from converter.files.output import OutputFolder
-from converter.files.tokenizer import load_tokenizer, same_ids, write_tokenizer
 from converter.files.writer import CheckpointWriter, parse_size
 from converter.measure.inspect import warnings
-from converter.measure.metrics import Comparison
-from converter.measure.models import TransformersModel, load, load_written, pick_device, tokens_per_second
-from converter.measure.verify import compare
+from converter.measure.models import pick_device
 from converter.measure.vocabulary import Vocabulary
-from converter.measure.yardstick import yardstick
-from converter.reference import flops_per_token, run_embeddings, run_layer
-from converter.show.card import model_card
-from converter.show.figures import draw_figures
 from converter.show.progress import Progress
-from converter.spec import ModelSpec
 from converter.text.gather import Texts, calibrated_step, gather_texts
-from converter.text.windows import Windows, as_paths
+from converter.text.windows import as_paths
 
 
 def plan_conversion(
@@ -74,7 +64,8 @@ def check_conversion(
 ) -> None:
     """Raise the ConverterError that `convert` would raise for its target, its text, or the size of its shards."""
     parse_size(max_shard_size)
-    OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=plan.source.checkpoint.opened).check()
+    inputs = (plan.source.checkpoint.opened, *as_paths(text), *as_paths(eval_text))
+    OutputFolder(Path(target), overwrite=overwrite, resume=resume, inputs=inputs).check()
     if text or eval_text:
         gather_texts(plan, as_paths(text), as_paths(eval_text))
 
@@ -98,64 +89,113 @@ def convert(
     """Convert the checkpoint in folder `source` into the folder `target`.
 
     `text` are files for calibration, of which a tenth is held out to measure damage on unless
-    `eval_text` names other files. `resume` goes on from the last finished block of a run of the same
-    conversion that was killed. Raises a ConverterError for bad input, and VerificationError where an
-    exact op did not keep the function or the written files compute something else than the conversion.
+    `eval_text` names other files. `resume` goes on from the last finished block, or the last finished step after
+    the blocks, of a run of the same conversion that was stopped. Raises a ConverterError for bad input, and
+    VerificationError where an exact op did not keep the function or the written files compute something else than
+    the conversion.
     """
-    progress = progress or Progress()
-    opened = SourceModel.open(source)
-    source_hash = SourceHash(opened.checkpoint).start()
-    plan = plan_conversion(opened, recipe, overrides, dtype)
-    for warning in warnings(opened):
-        progress.say(f"Note: {warning.rstrip('.')}.")
-    device = pick_device(device)
-    shard_size = parse_size(max_shard_size)
-    with OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=opened.checkpoint.opened) as output:
-        output.check_space(plan.output_bytes)
-        texts = None
-        if verify or calibrated_step(plan) is not None:
-            texts = gather_texts(plan, as_paths(text), as_paths(eval_text))
-        evaluation = texts.evaluation if texts and verify else None
-        walk = Walk(plan, texts.calibration if texts else None, evaluation, device=device, progress=progress.detail)
-        journal = Journal(output.partial, _fingerprint(plan, texts, shard_size, verify))
-        _write(plan, walk, journal, output.partial, shard_size, progress)
-        report = _report(plan, walk.findings, texts, source_hash.result(), Path(target))
-        if not report.passed:
-            raise _exact_op_failed(report)
-        _write_metadata(plan, output.partial)
-        plan.target.finish(output.partial, plan.target_spec)
-        if verify and texts is not None:
-            report = _verified(plan, walk.findings, report, output.partial, texts, device, progress)
-        _write_reports(plan, report, output.partial)
-        journal.remove()
-        output.commit()
-    return report
+    conversion = Conversion.open(
+        source, recipe, overrides, dtype, device=device, max_shard_size=max_shard_size, verify=verify, progress=progress
+    )
+    inputs = (conversion.plan.source.checkpoint.opened, *as_paths(text), *as_paths(eval_text), *recipe_files(recipe))
+    with OutputFolder(Path(target), overwrite=overwrite, resume=resume, inputs=inputs) as output:
+        conversion.gather(text, eval_text)
+        return conversion.into(output)
 
 
-def _fingerprint(plan: Plan, texts: Texts | None, shard_size: int, verify: bool) -> dict[str, Any]:
-    """What makes two runs the same conversion."""
-    windows = [texts.calibration, texts.evaluation] if texts else []
-    digests = [hashlib.sha256(w.ids.tobytes() + w.lengths.tobytes()).hexdigest() for w in windows if w is not None]
-    return {
-        "tool": __version__,
-        "source": plan.source.checkpoint.stats(),
-        "recipe": plan.recipe.to_yaml(),
-        "text": digests,
-        "shards": shard_size,
-        "verification": verify,
-    }
+def recipe_files(recipe: object) -> tuple[Path, ...]:
+    """The file that a recipe is read from; none for a shipped name."""
+    return (Path(recipe),) if isinstance(recipe, str) and Path(recipe).is_file() else ()
 
 
-def _write(plan: Plan, walk: Walk, journal: Journal, folder: Path, shard_size: int, progress: Progress) -> None:
+@dataclass
+class Conversion:
+    """One conversion, planned, with its text."""
+
+    plan: Plan
+    device: str
+    shard_size: int
+    verify: bool
+    progress: Progress
+    source_hash: SourceHash
+    texts: Texts | None = None
+
+    @classmethod
+    def open(
+        cls,
+        source: str | Path,
+        recipe: str | Recipe | None = None,
+        overrides: Iterable[str] = (),
+        dtype: DtypeName | None = None,
+        *,
+        device: str = "auto",
+        max_shard_size: str | int = "5GB",
+        verify: bool = True,
+        progress: Progress | None = None,
+    ) -> Conversion:
+        """Open a source and plan. Raises ConverterError for what can be refused before any weight is read."""
+        progress = progress or Progress()
+        opened = SourceModel.open(source)
+        source_hash = SourceHash(opened.checkpoint).start()
+        plan = plan_conversion(opened, recipe, overrides, dtype)
+        for warning in warnings(opened):
+            progress.say(f"Note: {warning.rstrip('.')}.")
+        return cls(plan, pick_device(device), parse_size(max_shard_size), verify, progress, source_hash)
+
+    def gather(
+        self, text: str | Path | Sequence[str | Path] = (), eval_text: str | Path | Sequence[str | Path] = ()
+    ) -> None:
+        """Read the text, where something is calibrated or measured."""
+        if self.verify or calibrated_step(self.plan) is not None:
+            self.texts = gather_texts(self.plan, as_paths(text), as_paths(eval_text))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What makes two runs the same conversion."""
+        windows = {"text": self.texts.calibration, "held-out text": self.texts.evaluation} if self.texts else {}
+        digests = {name: each.digest() for name, each in windows.items() if each is not None}
+        return {
+            "tool": __version__,
+            "source": self.plan.source.checkpoint.stats(),
+            **self.plan.recipe.fingerprint(),
+            **digests,
+            "shard size": self.shard_size,
+            "verification": self.verify,
+        }
+
+    def into(self, output: OutputFolder) -> ConversionReport:
+        """Convert into a folder, from where an earlier run of the same conversion got to."""
+        output.claim("conversion", self.fingerprint())
+        if output.finished:
+            return ConversionReport.from_dict(output.recall("report"), output.target)
+        plan, texts = self.plan, self.texts
+        output.check_space(plan.output_bytes * (2 if plan.target.own_container else 1))
+        evaluation = texts.evaluation if texts and self.verify else None
+        walk = Walk(
+            plan, texts.calibration if texts else None, evaluation, device=self.device, progress=self.progress.detail
+        )
+        weights = output.work / "weights" if plan.target.own_container else output.partial
+        weights.mkdir(exist_ok=True)
+        _write(plan, walk, output, weights, self.shard_size, self.progress)
+        report = make_report(plan, walk.findings, texts, self.source_hash.result(), output.target)
+        written = Written(
+            *(plan, walk.findings, texts, self.verify, self.device, output, weights, report, self.progress)
+        )
+        for step in AFTER_THE_WALK:
+            step(written)
+        return written.report
+
+
+def _write(plan: Plan, walk: Walk, output: OutputFolder, folder: Path, shard_size: int, progress: Progress) -> None:
     """Walk and write, block by block, from where the journal says that an earlier run got to."""
     progress.stage("convert", plan.output_bytes)
+    journal = Journal(output.work / "walk")
     saved = journal.load()
     if saved is not None:
         walk.restore(*saved)
     finished = walk.finished_names()
     writer = CheckpointWriter(folder, plan.tensors, shard_size, resume=saved is not None, already_written=finished)
     progress.advance(sum(plan.tensor_bytes(name) for name in finished))
-    if (seconds := walk.seconds()) > 1:
+    if saved is None and (seconds := walk.seconds()) > 1:
         progress.say(f"About {seconds:.0f} s of activations for calibration and measuring.")
 
     def write_block(tensors: dict[str, torch.Tensor]) -> None:
@@ -168,6 +208,7 @@ def _write(plan: Plan, walk: Walk, journal: Journal, folder: Path, shard_size: i
         written.result()
         writer.sync()
         journal.save(number, *state)
+        output.keep(unless_refused=True)
 
     # A block is written while the next one is converted, and the one before is waited for on its way to the disk.
     with (
@@ -227,147 +268,3 @@ def _large_blocks_apart(walk: Walk) -> Iterator[None]:
     finally:
         if setting:
             setting(_M_MMAP_THRESHOLD, 32 << 20)  # where glibc would have got to by itself
-
-
-def _report(
-    plan: Plan, findings: Findings, texts: Texts | None, hashes: dict[str, str], target: Path
-) -> ConversionReport:
-    source, rope = plan.source, plan.target_spec.rope
-    return ConversionReport(
-        source=source.checkpoint.name,
-        source_family=source.family.name,
-        target_family=plan.target.name,
-        target=target,
-        tool_version=__version__,
-        recipe=plan.recipe.name,
-        source_sha256=hashes,
-        source_dropped=tuple(source.dropped),
-        ignored_config={key: why for key, why in source.config_accounts.items() if why != "read"},
-        rope=None if rope is None else {**dataclasses.asdict(rope), "layout": rope.layout.value},
-        dtype=plan.dtype,
-        source_cost=Cost(source.parameters, source.checkpoint.total_bytes, _flops(source.spec)),
-        target_cost=Cost(plan.parameters, plan.output_bytes, _flops(plan.target_spec)),
-        text=texts.description if texts else "nothing: --no-verify",
-        steps=tuple(_step_report(plan, findings, index, texts) for index in range(len(plan.steps))),
-        verification=None,
-    )
-
-
-def _flops(spec: ModelSpec) -> int:
-    return flops_per_token(spec, spec.context)
-
-
-def _step_report(plan: Plan, findings: Findings, index: int, texts: Texts | None) -> StepReport:
-    step = plan.steps[index]
-    measured = bool(findings.comparisons)
-    return StepReport(
-        name=step.op.name,
-        parameters=dict(vars(step.op)),
-        exact=step.exact,
-        needed=step.needed,
-        dropped=tuple(findings.dropped[index]),
-        facts=findings.facts[index],
-        errors=findings.errors[index],
-        drift=tuple(findings.drifts[index]),
-        own_error=tuple(findings.own_errors[index]),
-        comparison=findings.comparisons[index] if measured and texts and texts.real else None,
-        relative_change=findings.changes[index] if measured else None,
-    )
-
-
-def _exact_op_failed(report: ConversionReport) -> VerificationError:
-    step = next(step for step in report.steps if not step.passed)
-    return VerificationError(
-        f"exact op '{step.name}' changed the function: logits moved by {step.relative_change:.2e} of the largest",
-        why=f"an exact op may move them by {EXACT_TOLERANCE:.0e}. Nothing was written",
-        fix="This is a defect of the op, or weights of extreme size; please report it with the output of inspect",
-    )
-
-
-def _write_metadata(plan: Plan, folder: Path) -> None:
-    """Config, tokenizer, generation config and recipe."""
-    ids = plan.source.token_ids()
-    config = plan.target.write_config(plan.target_spec) | ids
-    config |= {"dtype": plan.dtype, "torch_dtype": plan.dtype, "use_cache": True}
-    write_json(folder / "config.json", config)
-    inherited = plan.source.checkpoint.generation_config or {}
-    kept = {key: value for key, value in inherited.items() if not key.startswith(("_", "transformers_version"))}
-    write_json(folder / "generation_config.json", {**kept, **ids})
-    if write_tokenizer(plan.source.checkpoint.path, folder):
-        before, after = load_tokenizer(plan.source.checkpoint.path), load_tokenizer(folder)
-        assert before is not None
-        assert after is not None
-        same_ids(before, after)
-    (folder / "recipe.yaml").write_text(plan.recipe.to_yaml(), encoding="utf-8")
-
-
-def _verified(
-    plan: Plan,
-    findings: Findings,
-    report: ConversionReport,
-    folder: Path,
-    texts: Texts,
-    device: str,
-    progress: Progress,
-) -> ConversionReport:
-    """The report with what transformers' class of the source and of the written files say."""
-    progress.stage("verify", 3, unit="steps")
-    models = (load(plan.source).to(device), load_written(folder).to(device))
-    progress.advance(1)
-    comparison = compare(*models, texts.evaluation)
-    progress.advance(1)
-    _check_against_walk(findings.comparisons[-1], comparison, folder, texts.evaluation)
-    if not texts.real:
-        return report
-    speeds = [tokens_per_second(model, texts.evaluation) for model in models]
-    report = dataclasses.replace(
-        report,
-        verification=comparison,
-        yardstick=yardstick(plan.source, texts.evaluation, device) if plan.source.spec.absolute_positions else (),
-        speed=(speeds[0], speeds[1]),
-    )
-    progress.advance(1)
-    return report
-
-
-def _check_against_walk(claimed: Comparison, found: Comparison, folder: Path, evaluation: Windows) -> None:
-    """The files must cost what the walk measured; otherwise name the first block where they part."""
-    if abs(found.total.kl - claimed.total.kl) <= 1e-5 + 0.01 * claimed.total.kl:
-        return
-    raise VerificationError(
-        f"the written files are {found.total.kl:.3e} nats per token from the source, and the conversion "
-        f"measured {claimed.total.kl:.3e}",
-        why="a reader computes something else from the files than the conversion did: " + _parting(folder, evaluation),
-        fix="This is a defect; please report it with the output of inspect",
-    )
-
-
-def _parting(folder: Path, evaluation: Windows) -> str:
-    """The first block of a written checkpoint whose states differ between transformers and the reference model."""
-    written, loaded = SourceModel.open(folder), load_written(folder)
-    if not isinstance(loaded, TransformersModel):
-        return "the files do not hold what was converted"
-    ids = torch.from_numpy(evaluation.ids[:1])
-    with torch.no_grad():
-        hidden = loaded.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
-        states = torch.empty(0)
-        for depth, ref in enumerate(list(blocks(written.spec))[:-1]):
-            block = written.read_block(ref, torch.float32)
-            if ref.kind == "embeddings":
-                states = run_embeddings(block, written.spec, ids)
-            else:
-                states = run_layer(block, written.spec, ref.index, states)
-            if depth < written.spec.num_layers:  # transformers' last entry has passed the final norm
-                error = float((hidden[depth] - states).norm() / states.norm())
-                if error > 1e-3:
-                    return f"{ref} is the first block whose output differs, by {error:.1%}"
-    return "all blocks but the last layer and the head agree"
-
-
-def _write_reports(plan: Plan, report: ConversionReport, folder: Path) -> None:
-    record = report.to_dict() | {"spec": plan.target_spec.to_dict()}
-    del record["speed"]  # this machine's; everything else is the same in every run
-    write_json(folder / "conversion.json", record)
-    if report.verification is not None:
-        draw_figures(report.steps, report.verification, folder / "figures")
-    (folder / "README.md").write_text(model_card(report), encoding="utf-8")

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from converter.losses import Loss, losses
 
+#: Fields that change how a run is made and nothing about what it makes. `top_k` is one unless the teacher is recorded.
+_FREE = ("keep", "micro_batch", "save_every", "gradient_checkpointing", "teacher", "top_k")
 #: Fields that are a share of the run, from nothing to all of it.
 _SHARES = ("warmup", "theta_ramp", "final_rate", "stage_one")
 #: Fields of which nothing would make no run.
@@ -142,6 +144,11 @@ class HealSettings:
                 raise ValueError(why)
         if self.context == 1:
             raise ValueError("context must be at least 2, to leave a token to predict")
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The settings that the result depends on."""
+        facts = {name: value for name, value in self.to_dict().items() if name not in _FREE}
+        return facts | ({"top_k": self.top_k} if self.teacher == "recorded" else {})
 
     @property
     def minimised(self) -> tuple[Loss, ...]:

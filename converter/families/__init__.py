@@ -141,6 +141,8 @@ class TargetFamily(Family):
     biased: ClassVar[tuple[frozenset[str], ...]] = ()
     #: Whether all of them always have biases.
     always_biased: ClassVar[bool] = False
+    #: Whether its files are others than config.json and safetensors: `write_container` makes them.
+    own_container: ClassVar[bool] = False
 
     def accept(self, spec: ModelSpec) -> ModelSpec:
         """The spec as this family holds it; roles that it adds are filled with zeros.
@@ -159,8 +161,11 @@ class TargetFamily(Family):
         """The config's fields of `fields`."""
         return {key: getattr(spec, fact) for fact, (key, _) in self.fields.items()}
 
-    def finish(self, folder: Path, spec: ModelSpec) -> None:
-        """Turn a written folder, config.json and safetensors, into the family's own container."""
+    def write_container(self, written: Path, folder: Path, spec: ModelSpec) -> None:
+        """Write the files of a family with an `own_container` into `folder`, in the place of those of an earlier try.
+
+        `written` holds config.json and safetensors, and stays as it is.
+        """
 
     def write_block(self, spec: ModelSpec, block: BlockRef, roles: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a block by their full names, zeros for the roles that only this family has.

@@ -75,6 +75,7 @@ class LlamaMeta(Llama):
     name = "llama_meta"
     label = "LLaMA in Meta's format"
     layout = RopeLayout.INTERLEAVED
+    own_container: ClassVar[bool] = True
     prefix = ""
     unprefixed = ()
     ties_by_default = True  # Llama 3.2's small ones are tied and say so nowhere
@@ -170,11 +171,9 @@ class LlamaMeta(Llama):
             )
         return params
 
-    def finish(self, folder: Path, spec: ModelSpec) -> None:
-        """Write `params.json` and `consolidated.NN.pth` in the place of Hugging Face's files."""
-        to_meta_files(folder, folder, spec.ranks)
-        for file in (folder / "config.json", *folder.glob("model*.safetensors*")):
-            file.unlink()
+    def write_container(self, written: Path, folder: Path, spec: ModelSpec) -> None:
+        """`params.json` and `consolidated.NN.pth`."""
+        to_meta_files(written, folder, spec.ranks)
 
 
 def to_meta_files(source: Path, folder: Path, ranks: int) -> None:

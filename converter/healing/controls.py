@@ -73,8 +73,7 @@ def run_controls(
         if accelerator.is_main_process:
             own.mkdir(parents=True, exist_ok=True)
         accelerator.wait_for_everyone()
-        changed = dataclasses.replace(job, settings=settings)
-        snapshots = Snapshots(own, changed.fingerprint(texts), settings.keep, accelerator)
+        snapshots = Snapshots(own, settings.keep, accelerator)
         context = min(job.context, job.source.spec.context)
         loop = make_loop(learner, settings, texts, context, accelerator, folder.parent, progress.say)
         outcome = loop.run(own, snapshots, progress, resume)

@@ -17,9 +17,7 @@ from converter.files.writer import parse_size
 from converter.healing.export import check_exportable, check_generation_config
 from converter.measure.vocabulary import Vocabulary, common_ids
 from converter.text.gather_heal import HealTexts
-
-#: Settings that change how a run is made and nothing about what it makes.
-_FREE = ("keep", "micro_batch", "save_every", "gradient_checkpointing", "teacher", "top_k")
+from converter.text.windows import windows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,11 +38,12 @@ class Job:
 
     def fingerprint(self, texts: HealTexts) -> dict[str, Any]:
         """What makes two runs the same. How many processes and micro-batches share a step changes nothing."""
-        settings = {name: value for name, value in self.settings.to_dict().items() if name not in _FREE}
         opened = {"converted": self.converted, "teacher": self.source}
         files = {name: model.checkpoint.stats() for name, model in opened.items() if model is not None}
-        recorded = {"top_k": self.settings.top_k} if self.settings.teacher == "recorded" else {}
-        return {"tool": __version__, **files, "text": texts.corpus.fingerprint, **settings, **recorded}
+        measured = windows(texts.held_out, self.context, self.settings.evaluation_tokens)
+        digests = {"text": texts.corpus.fingerprint, "held-out text": measured.digest()}
+        stored = {"dtype": self.dtype, "shard size": self.shard_size}
+        return {"tool": __version__, **files, **digests, **stored, **self.settings.fingerprint()}
 
 
 def heal_settings(converted: Path, recipe: str | None, overrides: Iterable[str]) -> HealSettings:

@@ -119,6 +119,14 @@ def first(state: Accelerator | PartialState, work: Callable[[], T]) -> T | None:
     return result
 
 
+def share(state: Accelerator | PartialState, value: T) -> T:
+    """The main process's value, on all."""
+    values = [value]
+    if state.num_processes > 1:
+        broadcast_object_list(values)
+    return values[0]
+
+
 def leave(state: PartialState) -> None:
     """Part from the other processes, and end this one where there are any.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,20 +74,51 @@ class HealReport:
             facts[name] = comparison.to_dict() if comparison else None
         return facts
 
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], target: Path) -> HealReport:
+        """The inverse of `to_dict`."""
+        facts = {field.name: saved[field.name] for field in dataclasses.fields(cls)}
+        facts["evaluations"] = _evaluations(facts["evaluations"])
+        facts["best"] = HeldOutFigures(**facts["best"])
+        facts["controls"] = tuple(
+            Control(
+                **{**each, "best": HeldOutFigures(**each["best"]), "evaluations": _evaluations(each["evaluations"])}
+            )
+            for each in facts["controls"]
+        )
+        return cls(**{**facts, **comparisons_from(facts), "target": target})
 
-def write_reports(report: HealReport, converted: Path, folder: Path, theta: float | None) -> None:
-    """`healing.json`, the curves, and the conversion's own record, card and figures, brought up to date."""
+
+def _evaluations(saved: Iterable[Mapping[str, Any]]) -> tuple[HeldOutFigures, ...]:
+    return tuple(HeldOutFigures(**each) for each in saved)
+
+
+def comparisons_from(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """`before` and `after`, from plain values."""
+    return {name: Comparison.from_dict(saved[name]) if saved.get(name) else None for name in ("before", "after")}
+
+
+def write_record(report: HealReport, converted: Path, folder: Path, theta: float | None) -> None:
+    """`healing.json`, and the conversion's own record, brought up to date."""
     record = report.to_dict()
     del record["tokens_per_second"]
     write_json(folder / "healing.json", record)
     _carry_record(report, converted, folder, theta)
+
+
+def write_figures(report: HealReport, converted: Path, folder: Path) -> None:
+    """The conversion's figures, and the curves."""
     figures = folder / "figures"
     if (converted / "figures").is_dir():
         shutil.copytree(converted / "figures", figures, dirs_exist_ok=True)
     figures.mkdir(exist_ok=True)
     draw_healing(report.evaluations, report.controls, report.after, report.labels, figures / "healing.png")
+
+
+def write_card(report: HealReport, converted: Path, folder: Path) -> None:
+    """The conversion's card, with a section about the healing."""
     card = converted / "README.md"
-    before = card.read_text(encoding="utf-8") if card.is_file() else f"# {folder.name}\n"
+    before = card.read_text(encoding="utf-8") if card.is_file() else f"# {report.target.name}\n"
     (folder / "README.md").write_text(before + card_section(report), encoding="utf-8")
 
 

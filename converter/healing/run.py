@@ -1,9 +1,7 @@
-"""Heal one checkpoint: open, train, export, measure, report. The output appears by one rename or not at all."""
+"""Heal one checkpoint: open, train, and the steps of `finish`. The output appears by one rename or not at all."""
 
 from __future__ import annotations
 
-import dataclasses
-import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,27 +9,24 @@ from typing import TYPE_CHECKING
 
 from converter import __version__
 from converter.conversion.plan import DtypeName
+from converter.conversion.run import recipe_files
 from converter.files.output import OutputFolder
-from converter.healing.controls import Start, run_controls
-from converter.healing.export import check_export, config_changes, export_weights, layout_of, write_metadata
+from converter.healing.controls import Start
+from converter.healing.finish import AFTER_THE_TRAINING, Trained
 from converter.healing.job import Job, heal_settings, open_job
-from converter.healing.launch import first, start
+from converter.healing.launch import first, share, start
 from converter.healing.loop import Outcome
 from converter.healing.parts import Learner, make_loop, roles_of
 from converter.healing.recorded import RECORDS
-from converter.healing.report import HealReport, write_reports
+from converter.healing.report import HealReport
 from converter.healing.snapshots import Snapshots
-from converter.measure.models import load, load_transformers, pick_device
-from converter.measure.verify import compare
+from converter.healing.trainee import Trainee
+from converter.measure.models import load_transformers, pick_device
 from converter.show.progress import Progress
 from converter.text.gather_heal import HealTexts, gather_heal_texts, listed
-from converter.text.windows import windows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-#: Where a run keeps its tokens and snapshots until it is over, inside the unfinished output.
-_WORK = ".heal"
 
 
 def heal(
@@ -58,41 +53,57 @@ def heal(
     `teacher` is the source that it was converted from. Settings are those of `recipe` (a name or file), or of the
     `recipe.yaml` beside the converted checkpoint, with `heal.x=y` overrides. A tenth of `text` is held out to measure
     on, unless `eval_text` names other files. With `control` the source is fine-tuned on the same batches; `starts`
-    names other starts to heal in the same way. `resume` goes on from the newest snapshot of a run that was stopped.
-    Raises a ConverterError for bad input, and InterruptedRunError after a SIGTERM.
+    names other starts to heal in the same way. `resume` goes on from the newest snapshot of a run that was stopped,
+    or from the step after the training that it was at. Raises a ConverterError for bad input, and InterruptedRunError
+    after a SIGTERM.
     """
     job = open_job(heal_settings(Path(converted), recipe, overrides), converted, teacher, dtype, max_shard_size)
-    output = OutputFolder(Path(target), overwrite=overwrite, resume=resume, source=job.converted.checkpoint.opened)
+    read = [model.checkpoint.opened for model in (job.converted, job.source) if model is not None]
+    inputs = (*read, *listed(text), *listed(eval_text), *recipe_files(recipe))
+    output = OutputFolder(Path(target), overwrite=overwrite, resume=resume, inputs=inputs)
     accelerator = start(pick_device(device), job.settings, log_with, output.partial / "logs")
-    progress = progress if progress is not None and accelerator.is_main_process else Progress()
-    work = output.partial / _WORK
     with ExitStack() as stack:
         first(accelerator, lambda: stack.enter_context(output))
-        with accelerator.main_process_first():  # the others read what it has put into the cache
-            texts = gather_heal_texts(job.source or job.converted, listed(text), listed(eval_text), work / "tokens")
-        _announce(job, texts, progress)
-        snapshots = Snapshots(work, job.fingerprint(texts), job.settings.keep, accelerator)
-        try:
-            outcome, whole = _train(job, texts, accelerator, snapshots, output.partial, progress, resume)
-        finally:
-            output.keep_partial = bool(snapshots.steps() or any(work.glob(RECORDS)))
-        accelerator.free_memory()
-        report = _report(job, texts, outcome, Path(target))
-        if control or starts:
-            controls = run_controls(
-                *(job, texts, accelerator, work / "controls", progress),
-                fine_tuned=control,
-                starts=starts,
-                resume=resume,
-            )
-            report = dataclasses.replace(report, controls=controls)
+        return heal_into(
+            output, job, accelerator, text, eval_text, control=control, starts=starts, resume=resume, progress=progress
+        )
 
-        def finish() -> HealReport:
-            finished = _finish(job, texts, report, output.partial, str(accelerator.device), whole)
-            output.commit()
-            return finished
 
-        return first(accelerator, finish) or report
+def heal_into(
+    output: OutputFolder,
+    job: Job,
+    accelerator: Accelerator,
+    text: str | Path | Sequence[str | Path],
+    eval_text: str | Path | Sequence[str | Path],
+    *,
+    control: bool,
+    starts: Sequence[Start],
+    resume: bool,
+    progress: Progress | None,
+) -> HealReport:
+    """Heal into a folder that the main process has entered."""
+    progress = progress if progress is not None and accelerator.is_main_process else Progress()
+    with accelerator.main_process_first():  # the others read what it has put into the cache
+        texts = gather_heal_texts(job.source or job.converted, listed(text), listed(eval_text), output.work / "tokens")
+    fingerprint = job.fingerprint(texts) | {"controls": [*(["source fine-tuned"] if control else []), *starts]}
+    first(accelerator, lambda: output.claim("healing", fingerprint))
+    if share(accelerator, output.finished):
+        return HealReport.from_dict(output.recall("report"), output.target)
+    _announce(job, texts, progress)
+    snapshots = Snapshots(output.work, job.settings.keep, accelerator)
+    try:
+        outcome, trainee = _train(job, texts, accelerator, snapshots, output, progress, resume)
+    finally:
+        if snapshots.steps() or any(output.work.glob(RECORDS)):
+            output.keep()
+    report = _report(job, texts, outcome, output.target)
+    trained = Trained(
+        *(job, texts, accelerator, output, trainee, trainee.whole, report, control, starts, resume, progress)
+    )
+    del trainee  # `write_weights` frees it
+    for step in AFTER_THE_TRAINING:
+        step(trained)
+    return trained.report
 
 
 def _announce(job: Job, texts: HealTexts, progress: Progress) -> None:
@@ -111,23 +122,21 @@ def _train(
     texts: HealTexts,
     accelerator: Accelerator,
     snapshots: Snapshots,
-    folder: Path,
+    output: OutputFolder,
     progress: Progress,
     resume: bool,
-) -> tuple[Outcome, bool]:
-    """Train, and write the best weights; how it went, and whether each process had the whole model."""
+) -> tuple[Outcome, Trainee]:
+    """Train to the best weights; how it went, and what holds them."""
     learner = Learner(load_transformers(job.converted), roles_of(job.converted), job.source, job.theta)
-    loop = make_loop(learner, job.settings, texts, job.context, accelerator, folder / _WORK, progress.say)
+    loop = make_loop(learner, job.settings, texts, job.context, accelerator, output.work, progress.say)
     accelerator.init_trackers("heal", config=job.settings.to_dict())
     try:
-        outcome = loop.run(folder, snapshots, progress, resume)
+        outcome = loop.run(output.partial, snapshots, progress, resume)
     finally:
         for tracker in accelerator.trackers:  # `end_training` would take the process group too
             tracker.finish()
         accelerator.trackers.clear()
-    writes = folder if accelerator.is_main_process else None
-    export_weights(loop.trainee.gathered(), layout_of(job.converted, job.dtype), writes, job.shard_size)
-    return outcome, loop.trainee.whole
+    return outcome, loop.trainee
 
 
 def _report(job: Job, texts: HealTexts, outcome: Outcome, target: Path) -> HealReport:
@@ -145,19 +154,3 @@ def _report(job: Job, texts: HealTexts, outcome: Outcome, target: Path) -> HealR
         evaluations=tuple(outcome.evaluations),
         best=outcome.best,
     )
-
-
-def _finish(job: Job, texts: HealTexts, report: HealReport, folder: Path, device: str, whole: bool) -> HealReport:
-    """Complete the folder, prove it by reloading, and measure it against the source where one process can hold both."""
-    changes = config_changes(job.converted, job.theta, job.context)
-    write_metadata(job.converted, folder, job.dtype, job.generation_config, changes)
-    written = check_export(folder, job.converted, layout_of(job.converted, job.dtype))
-    if job.source is not None and whole:
-        context = min(job.context, job.source.spec.context, job.converted.spec.context)
-        measured = windows(texts.held_out, context, job.settings.evaluation_tokens)
-        source = load(job.source).to(device)
-        before, after = (compare(source, load(each).to(device), measured) for each in (job.converted, written))
-        report = dataclasses.replace(report, before=before, after=after)
-    write_reports(report, job.converted.checkpoint.path, folder, job.theta)
-    shutil.rmtree(folder / _WORK)
-    return report

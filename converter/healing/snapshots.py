@@ -27,14 +27,10 @@ _STATE = "state.json"
 
 
 class Snapshots:
-    """The snapshots of one run, in `folder`; the newest `keep` are kept, and that of the best evaluation.
+    """The snapshots of one run, in `folder`; the newest `keep` are kept, and that of the best evaluation."""
 
-    `fingerprint` says what makes two runs the same: a snapshot of another run is refused.
-    """
-
-    def __init__(self, folder: Path, fingerprint: Mapping[str, Any], keep: int, accelerator: Accelerator) -> None:
+    def __init__(self, folder: Path, keep: int, accelerator: Accelerator) -> None:
         self.folder, self._keep, self._accelerator = folder, keep, accelerator
-        self._fingerprint = json.loads(json.dumps(fingerprint))
 
     def steps(self) -> list[int]:
         """The steps that have a snapshot, in order. A folder without its final name is none."""
@@ -56,7 +52,6 @@ class Snapshots:
             if main:
                 content = {
                     "step": step,
-                    "fingerprint": self._fingerprint,
                     "trainee": trainee.kind,
                     "state": dict(state),
                 }
@@ -72,15 +67,15 @@ class Snapshots:
     def load(self, step: int, trainee: Trainee) -> dict[str, Any]:
         """Put a snapshot into a trainee, and return the state that was saved with it.
 
-        Raises ConverterError where it is of another run, or a part of it is missing.
+        Raises ConverterError where another kind of trainee wrote it, or a part of it is missing.
         """
         path = self._path(step)
         try:
             content = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            kind, state = str(content["trainee"]), dict(content["state"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError("the snapshot is damaged", where=str(path), why=str(error)) from error
-        self._check(content["fingerprint"])
-        if (kind := content.get("trainee", Trainee.kind)) != trainee.kind:
+        if kind != trainee.kind:
             raise ConverterError(
                 f"the unfinished run was trained by {kind}, and this launch trains by {trainee.kind}",
                 where=str(self.folder),
@@ -92,24 +87,11 @@ class Snapshots:
         random = path / f"random-{self._accelerator.process_index}.pt"
         if random.is_file():  # another number of processes has none for some
             _set_random_state(torch.load(random, weights_only=True))
-        state: dict[str, Any] = content["state"]
         return state
 
     def load_weights(self, step: int, trainee: Trainee) -> None:
         """Put the weights of a snapshot into a trainee."""
         trainee.load_weights(self._path(step))
-
-    def _check(self, saved: Mapping[str, Any]) -> None:
-        changed = [
-            name for name in {**saved, **self._fingerprint} if saved.get(name, ...) != self._fingerprint.get(name, ...)
-        ]
-        if changed:
-            told = ", ".join(f"{name} ({saved.get(name)} then, {self._fingerprint.get(name)} now)" for name in changed)
-            raise ConverterError(
-                f"the unfinished run is another one: it differs in {told}",
-                where=str(self.folder),
-                fix="Repeat the command that was interrupted, or start again with --overwrite",
-            )
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{_PREFIX}{step:08d}"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from converter.conversion.plan import DtypeName
-from converter.conversion.run import convert
+from converter.conversion.run import Conversion, recipe_files
 from converter.errors import ConverterError
+from converter.files.output import OutputFolder
 from converter.healing.controls import Start
-from converter.healing.launch import first, join
+from converter.healing.export import check_generation_config
+from converter.healing.job import heal_settings, open_job
+from converter.healing.launch import first, join, start
 from converter.healing.report import HealReport
-from converter.healing.run import heal
+from converter.healing.run import heal_into
 from converter.measure.models import pick_device
 from converter.show.progress import Progress
 from converter.text.documents import HUB_PREFIX
@@ -43,48 +46,42 @@ def upgrade(
     figures are in the result too. With `resume` both go on from where they were stopped. Raises a ConverterError for
     bad input, and InterruptedRunError after a SIGTERM.
     """
-    text, eval_text = listed(text), listed(eval_text)
+    text, eval_text, overrides = listed(text), listed(eval_text), tuple(overrides)
     _check_text((*text, *eval_text))
-    target = Path(target).resolve()
-    work = target.with_name(f".{target.name}.converted")
-    converted = work / target.name  # the name that its card tells
+    inputs = (source, *text, *eval_text, *recipe_files(recipe))
+    output = OutputFolder(Path(target), overwrite=overwrite, resume=resume, inputs=inputs)
+    converted = output.work / "converted" / output.target.name  # the name that its card tells
+    state = join(pick_device(device))
 
-    def once() -> None:
-        if resume and converted.exists():
-            return
-        convert(
-            source,
-            converted,
-            recipe=recipe,
-            overrides=overrides,
-            text=text,
-            eval_text=eval_text,
-            device=device,
-            overwrite=overwrite,
-            resume=resume,
-            progress=progress,
+    def convert_once() -> None:
+        conversion = Conversion.open(source, recipe, overrides, device=device, progress=progress)
+        check_generation_config(conversion.plan.source)
+        stack.enter_context(output)
+        conversion.gather(text, eval_text)
+        fingerprint = conversion.fingerprint()
+        output.claim("upgrade", {name: fingerprint[name] for name in fingerprint if not name.startswith("heal.")})
+        if not converted.exists():
+            _convert(conversion, converted, output)
+        # Settings of the healing that change nothing about the conversion may be others now.
+        (converted / "recipe.yaml").write_text(conversion.plan.recipe.to_yaml(), encoding="utf-8")
+
+    with ExitStack() as stack:
+        first(state, convert_once)
+        job = open_job(heal_settings(converted, None, ()), converted, source, dtype, max_shard_size)
+        accelerator = start(pick_device(device), job.settings, log_with, output.partial / "logs")
+        return heal_into(
+            output, job, accelerator, text, eval_text, control=control, starts=starts, resume=resume, progress=progress
         )
 
-    state = join(pick_device(device))
-    first(state, once)
-    report = heal(
-        converted,
-        target,
-        teacher=source,
-        text=text,
-        eval_text=eval_text,
-        control=control,
-        starts=starts,
-        dtype=dtype,
-        device=device,
-        max_shard_size=max_shard_size,
-        log_with=log_with,
-        overwrite=overwrite,
-        resume=resume,
-        progress=progress,
-    )
-    first(state, lambda: shutil.rmtree(work))
-    return report
+
+def _convert(conversion: Conversion, converted: Path, output: OutputFolder) -> None:
+    """Convert, from where an earlier run got to, into the work that the upgrade keeps."""
+    try:
+        with OutputFolder(converted, resume=True) as inner:
+            conversion.into(inner)
+    finally:
+        if converted.parent.exists() and any(converted.parent.iterdir()):
+            output.keep()
 
 
 def _check_text(texts: Sequence[str | Path]) -> None:

@@ -74,7 +74,8 @@ def swap_adapter(
     file = SafetensorsFile(folder / _WEIGHTS)
     moves = _plan(file, source, to, config)
     say(f"Will move rows in {len(moves)} of {len(file.layout)} tensors of the adapter")
-    with OutputFolder(Path(target), overwrite=overwrite, source=folder) as output, disk_errors(output.partial):
+    inputs = (folder, source.checkpoint.opened)
+    with OutputFolder(Path(target), overwrite=overwrite, inputs=inputs) as output, disk_errors(output.partial):
         for each in sorted(path for path in folder.iterdir() if path.is_file()):
             copy_with_moves(each, output.partial / each.name, moves if each == file.path else ())
         (output.partial / STAMP).write_text(stamped(folder, source, settlement, to, len(moves)), encoding="utf-8")

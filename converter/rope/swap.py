@@ -82,7 +82,8 @@ def swap(
     moves = plan_moves(opened, to)
     say(announcement(opened, moves))
     root, files = opened.checkpoint.path, opened.checkpoint.files
-    with OutputFolder(Path(target), overwrite=overwrite, source=Path(source)) as output:
+    inputs = [opened.checkpoint.opened, *([text] if text else [])]
+    with OutputFolder(Path(target), overwrite=overwrite, inputs=inputs) as output:
         output.check_space(sum(file.stat().st_size for file in files))
         places = {file: output.partial / file.relative_to(root) for file in files}
         with disk_errors(output.partial), ThreadPoolExecutor(1) as pool:

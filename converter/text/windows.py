@@ -7,6 +7,7 @@ model can run (`windows`). Everything is deterministic. numpy only: this module 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,6 +64,10 @@ class Windows:
     def predictions(self) -> int:
         """How many next tokens can be scored: one fewer than its length in each window."""
         return int((self.lengths - 1).sum())
+
+    def digest(self) -> str:
+        """SHA-256 of all of it."""
+        return hashlib.sha256(self.ids.tobytes() + self.lengths.tobytes()).hexdigest()
 
 
 def as_paths(files: str | Path | Sequence[str | Path]) -> list[Path]:

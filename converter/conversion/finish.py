@@ -1,0 +1,193 @@
+"""What a conversion does when every block is written: a list of steps.
+
+Each step can be done again, and what takes long is noted when it is done: a run that was stopped before, in or after
+any of them goes on with `--resume` to the same bytes, and converts no block twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converter.blocks import blocks
+from converter.conversion.plan import Plan
+from converter.conversion.report import EXACT_TOLERANCE, ConversionReport, verification_from
+from converter.conversion.walk import Findings
+from converter.errors import VerificationError
+from converter.families.opened import SourceModel
+from converter.files.json_text import write_json
+from converter.files.output import OutputFolder
+from converter.files.tokenizer import load_tokenizer, same_ids, write_tokenizer
+from converter.measure.metrics import Comparison
+from converter.measure.models import TransformersModel, load, load_written, tokens_per_second
+from converter.measure.verify import compare
+from converter.measure.yardstick import yardstick
+from converter.reference import run_embeddings, run_layer
+from converter.show.card import model_card
+from converter.show.figures import draw_figures
+from converter.show.progress import Progress
+from converter.text.gather import Texts
+from converter.text.windows import Windows
+
+
+@dataclass
+class Written:
+    """A conversion whose blocks lie in `weights`, as safetensors; `report` grows step by step."""
+
+    plan: Plan
+    findings: Findings
+    texts: Texts | None
+    verify: bool
+    device: str
+    output: OutputFolder
+    weights: Path
+    report: ConversionReport
+    progress: Progress
+
+
+def hold_exact_ops(run: Written) -> None:
+    """Raise VerificationError where an exact op changed the function; what passes is kept, whatever comes."""
+    if run.report.passed:
+        run.output.keep()
+        return
+    step = next(step for step in run.report.steps if not step.passed)
+    raise VerificationError(
+        f"exact op '{step.name}' changed the function: logits moved by {step.relative_change:.2e} of the largest",
+        why=f"an exact op may move them by {EXACT_TOLERANCE:.0e}. Nothing was written",
+        fix="This is a defect of the op, or weights of extreme size; please report it with the output of inspect",
+    )
+
+
+def write_metadata(run: Written) -> None:
+    """Config, tokenizer, generation config and recipe."""
+    plan, folder = run.plan, run.output.partial
+    ids = plan.source.token_ids()
+    write_json(run.weights / "config.json", plan.config())
+    inherited = plan.source.checkpoint.generation_config or {}
+    kept = {key: value for key, value in inherited.items() if not key.startswith(("_", "transformers_version"))}
+    write_json(folder / "generation_config.json", {**kept, **ids})
+    if write_tokenizer(plan.source.checkpoint.path, folder):
+        before, after = load_tokenizer(plan.source.checkpoint.path), load_tokenizer(folder)
+        assert before is not None
+        assert after is not None
+        same_ids(before, after)
+    (folder / "recipe.yaml").write_text(plan.recipe.to_yaml(), encoding="utf-8")
+
+
+def write_container(run: Written) -> None:
+    """The target's own files, where it keeps no safetensors."""
+    if run.plan.target.own_container:
+        run.plan.target.write_container(run.weights, run.output.partial, run.plan.target_spec)
+
+
+def verify_files(run: Written) -> None:
+    """Put into the report what transformers' classes of the source and of the written files say."""
+    if not run.verify or run.texts is None:
+        return
+    found = run.output.recall("verification")
+    if found is None:
+        found = _measure(run, run.texts)
+        run.output.note("verification", found)
+    run.report = dataclasses.replace(run.report, **verification_from(found))
+
+
+def _measure(run: Written, texts: Texts) -> dict[str, Any]:
+    """The comparison, the yardstick and the speeds; nothing where there is no real text."""
+    run.progress.stage("verify", 3, unit="steps")
+    folder, source = run.output.partial, run.plan.source
+    models = (load(source).to(run.device), load_written(folder).to(run.device))
+    run.progress.advance(1)
+    comparison = compare(*models, texts.evaluation)
+    run.progress.advance(1)
+    _check_against_walk(run.findings.comparisons[-1], comparison, folder, texts.evaluation)
+    if not texts.real:
+        return {}
+    shifts = yardstick(source, texts.evaluation, run.device) if source.spec.absolute_positions else ()
+    found = {
+        "verification": comparison.to_dict(),
+        "yardstick": [dataclasses.asdict(each) for each in shifts],
+        "speed": [tokens_per_second(model, texts.evaluation) for model in models],
+    }
+    run.progress.advance(1)
+    return found
+
+
+def _check_against_walk(claimed: Comparison, found: Comparison, folder: Path, evaluation: Windows) -> None:
+    """The files must cost what the walk measured; otherwise name the first block where they part."""
+    if abs(found.total.kl - claimed.total.kl) <= 1e-5 + 0.01 * claimed.total.kl:
+        return
+    raise VerificationError(
+        f"the written files are {found.total.kl:.3e} nats per token from the source, and the conversion "
+        f"measured {claimed.total.kl:.3e}",
+        why="a reader computes something else from the files than the conversion did: " + _parting(folder, evaluation),
+        fix="This is a defect; please report it with the output of inspect",
+    )
+
+
+def _parting(folder: Path, evaluation: Windows) -> str:
+    """The first block of a written checkpoint whose states differ between transformers and the reference model."""
+    written, loaded = SourceModel.open(folder), load_written(folder)
+    if not isinstance(loaded, TransformersModel):
+        return "the files do not hold what was converted"
+    ids = torch.from_numpy(evaluation.ids[:1])
+    with torch.no_grad():
+        hidden = loaded.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+        states = torch.empty(0)
+        for depth, ref in enumerate(list(blocks(written.spec))[:-1]):
+            block = written.read_block(ref, torch.float32)
+            if ref.kind == "embeddings":
+                states = run_embeddings(block, written.spec, ids)
+            else:
+                states = run_layer(block, written.spec, ref.index, states)
+            if depth < written.spec.num_layers:  # transformers' last entry has passed the final norm
+                error = float((hidden[depth] - states).norm() / states.norm())
+                if error > 1e-3:
+                    return f"{ref} is the first block whose output differs, by {error:.1%}"
+    return "all blocks but the last layer and the head agree"
+
+
+def write_record(run: Written) -> None:
+    """`conversion.json`."""
+    record = run.report.to_dict() | {"spec": run.plan.target_spec.to_dict()}
+    del record["speed"]  # this machine's; everything else is the same in every run
+    write_json(run.output.partial / "conversion.json", record)
+
+
+def write_figures(run: Written) -> None:
+    """Figures, where something was measured."""
+    if run.report.verification is not None:
+        draw_figures(run.report.steps, run.report.verification, run.output.partial / "figures")
+
+
+def write_card(run: Written) -> None:
+    """`README.md`."""
+    (run.output.partial / "README.md").write_text(model_card(run.report), encoding="utf-8")
+
+
+def commit(run: Written) -> None:
+    """Make the folder the target, with the report kept for a run that comes after this rename."""
+    run.output.note("report", run.report.to_dict())
+    run.output.commit()
+
+
+def clear(run: Written) -> None:
+    """Remove what the run went on from."""
+    run.output.clear()
+
+
+AFTER_THE_WALK: tuple[Callable[[Written], None], ...] = (
+    hold_exact_ops,
+    write_metadata,
+    write_container,
+    verify_files,
+    write_record,
+    write_figures,
+    write_card,
+    commit,
+    clear,
+)
