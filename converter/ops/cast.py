@@ -6,6 +6,7 @@ Underflow is counted.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,17 +47,25 @@ class Cast(Op):
             return rounded
         low, high = torch.aminmax(rounded)
         if not (torch.isfinite(low) and torch.isfinite(high)):
-            overflowed = int((~torch.isfinite(rounded)).sum())
-            raise UnsupportedError(
-                f"{overflowed} of {tensor.numel()} values of {notes.name(role)} overflow in {self.dtype}",
-                why=f"the largest is {float(tensor.abs().max()):.4g}, and {self.dtype} ends at "
-                f"{torch.finfo(dtype).max:.4g}",
-                fix="Use --dtype bfloat16 or float32"
-                if self.dtype == "float16"
-                else "A weight of the source is of a size that no trained one has; take an undamaged checkpoint",
-            )
+            raise self._not_finite(notes.name(role), tensor, rounded)
         if self.dtype == "float16":
             underflowed = int(((rounded == 0) & (tensor != 0)).sum())
             if underflowed:
                 notes.facts["underflowed"] = notes.facts.get("underflowed", 0) + underflowed
         return rounded
+
+    def _not_finite(self, name: str, tensor: Tensor, rounded: Tensor) -> UnsupportedError:
+        """An overflow of this cast, or what the steps before it have made."""
+        largest = float(tensor.abs().max())
+        counted = f"{int((~torch.isfinite(rounded)).sum())} of {tensor.numel()} values of {name}"
+        if math.isfinite(largest):
+            return UnsupportedError(
+                f"{counted} overflow in {self.dtype}",
+                why=f"the largest is {largest:.4g}, and {self.dtype} ends at {torch.finfo(rounded.dtype).max:.4g}",
+                fix="Use --dtype bfloat16 or float32",
+            )
+        return UnsupportedError(
+            f"{counted} are not finite after the steps of the recipe",
+            why="All of the source's are, so a step has multiplied or added some that are too large for it",
+            fix="Take an undamaged source; if none of its weights is of extreme size, please report this as a defect",
+        )
