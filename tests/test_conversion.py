@@ -458,7 +458,10 @@ def test_an_exact_op_that_changes_the_function_fails_the_conversion(
     monkeypatch.setattr(UntieHead, "apply", wrong)
     source = models.save(models.gpt2(), tmp_path / "source")
     message = refused(ConverterError, tmp_path, source)
-    told = {wrong_everywhere: "exact op 'untie_head' changed the function", not_a_number: "head.weight (from wte.weight) are not finite"}
+    told = {
+        wrong_everywhere: "exact op 'untie_head' changed the function",
+        not_a_number: "head.weight (from wte.weight) are not finite",
+    }
     assert told[fault] in message
 
 
