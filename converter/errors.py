@@ -115,3 +115,19 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         return f"Did you mean '{near[0]}'?"
     more = f" and {len(words) - _LISTED} more" if len(words) > _LISTED else ""
     return f"Known: {', '.join(words[:_LISTED])}{more}."
+
+
+def near_spelling(word: str, known: Iterable[str], letters: int = 2) -> str | None:
+    """A sentence that names the known word which differs by one or two letters; None without such a word."""
+    distance, nearest = min(((_letters_apart(word, each), each) for each in known), default=(letters + 1, ""))
+    return f"Did you mean '{nearest}'?" if distance <= letters else None
+
+
+def _letters_apart(a: str, b: str) -> int:
+    """Letters to put in, take out or replace to turn one word into the other (Levenshtein)."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        above, row = row, [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (x != y)))
+    return row[-1]

@@ -220,14 +220,14 @@ def rope_table(spec: ModelSpec, length: int, dtype: torch.dtype, device: torch.d
     """Cosines and sines, each (T, rotary_dim / 2), attention factor included (Su et al. 2021, eq. 34)."""
     rope = spec.rope
     assert rope is not None
-    frequencies, factor = rope_frequencies(rope, spec.context, spec.head_dim)
+    frequencies, factor = rope_frequencies(rope, spec.context)
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     positions = torch.arange(length, device=device, dtype=precise)
     angles = torch.outer(positions, frequencies.to(device=device, dtype=precise))
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-def rope_frequencies(rope: RopeSpec, context: int, head_dim: int) -> tuple[Tensor, float]:
+def rope_frequencies(rope: RopeSpec, context: int) -> tuple[Tensor, float]:
     """Angle per position of each rotary pair, (rotary_dim / 2,) in fp32, and the factor on cos and sin.
 
     Scaled kinds of RoPE (llama3, yarn, linear, ...) are transformers' own functions.
@@ -239,9 +239,9 @@ def rope_frequencies(rope: RopeSpec, context: int, head_dim: int) -> tuple[Tenso
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = LlamaConfig(
-        hidden_size=head_dim,
+        hidden_size=rope.rotary_dim,
         num_attention_heads=1,
-        head_dim=head_dim,
+        head_dim=rope.rotary_dim,
         max_position_embeddings=context,
         rope_parameters={**rope.scaling, "rope_theta": rope.theta},
     )

@@ -237,9 +237,10 @@ def test_a_wrong_shape_is_an_error_that_names_both(gpt2: GPT2LMHeadModel, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"scale_attn_by_layer": True}, "'scale_attn_by_layer' = True is unknown"),
-        ({"layer_norm_eps": 1e-6}, "Did you mean 'layer_norm_epsilon'?"),
-        ({"attn_logit_softcapping": 30.0, "query_scale": 2}, "also unknown: query_scale"),
+        ({"sliding_window": 8}, "'sliding_window' = 8 is unknown to this family, a field of afmoe"),
+        ({"is_causal": False, "layer_types": ["full_attention", "sliding_attention"]}, "also unknown: layer_types"),
+        ({"is_causal": False}, "Transformers' GPT2LMHeadModel reads it"),
+        ({"hidden_size": 64}, "'n_embd' is 48 and 'hidden_size' is 64"),
         ({"n_head": "3"}, "'n_head' is '3', not of type int"),
         ({"n_head": 3.0}, "'n_head' is 3.0, not of type int"),
         ({"n_layer": 0}, "'n_layer' is 0, and must be at least 1"),
@@ -253,12 +254,13 @@ def test_a_wrong_shape_is_an_error_that_names_both(gpt2: GPT2LMHeadModel, tmp_pa
         ({"add_cross_attention": True}, "'add_cross_attention' is True"),
         ({"quantization_config": {"bits": 4}}, "an unquantised, decoder-only checkpoint"),
         ({"model_type": "mamba"}, "model_type 'mamba' is not a family that we know"),
-        ({"model_type": ...}, "the config has no model_type"),
+        ({"model_type": ..., "architectures": ["MyGPT"]}, "no model_type. Its architectures are ['MyGPT']"),
+        ({"model_type": ..., "architectures": ...}, "the config has no model_type"),
         ({"dtype": "float16", "torch_dtype": "float32"}, "dtype 'float16' and torch_dtype 'float32'"),
     ],
     ids=str,
 )
-def test_a_config_field_that_is_not_understood_is_an_error(
+def test_a_config_field_that_may_change_the_function_is_an_error(
     changes: dict[str, Any], words: str, gpt2: GPT2LMHeadModel, tmp_path: Path
 ) -> None:
     message = refusal(models.edit_config(models.save(gpt2, tmp_path), **changes))

@@ -129,7 +129,6 @@ def test_sharded_files_of_both_kinds(tmp_path: Path, ids: Tensor) -> None:
     [
         ({"learned_embeddings": False}, "'learned_embeddings' is False"),
         ({"scale_embeddings": True}, "'scale_embeddings' is True"),
-        ({"layer_norm_epsilon": 1e-6}, "'layer_norm_epsilon' = 1e-06 is unknown"),
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ from converter.conversion.run import convert
 from converter.errors import CheckpointError
 from converter.families.config import ConfigReader
 from converter.families.opened import SourceModel
+from converter.families.rope_config import read_rope
 from converter.reference import rope_frequencies
 from converter.spec import RopeLayout
 
@@ -59,14 +60,14 @@ class TestC1:
 
 def read(scaling: dict[str, Any], context: int = 64) -> Any:
     config = {"rope_parameters": scaling, "max_position_embeddings": context}
-    return ConfigReader(config, "config.json").rope(8, RopeLayout.HALF_SPLIT)
+    return read_rope(ConfigReader(config, "config.json"), 8, RopeLayout.HALF_SPLIT)
 
 
 class TestC3:
     @pytest.mark.parametrize("spelling", [None, "attn_factor", "attention_factor"])
     def test_frequencies_and_attention_scale(self, spelling):
         scaling = YARN if spelling is None else {**YARN, spelling: 1.1386294361119891}
-        frequencies, factor = rope_frequencies(read(scaling), 64, 8)
+        frequencies, factor = rope_frequencies(read(scaling), 64)
         assert factor == pytest.approx(1.13863, abs=1e-5)
         assert frequencies.tolist() == pytest.approx([1, 0.025, 0.0025, 0.00025], rel=1e-4)
 

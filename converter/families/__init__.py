@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from converter.blocks import LINEARS, BlockRef, block_shapes
-from converter.errors import CheckpointError, UnsupportedError, did_you_mean
+from converter.errors import CheckpointError, UnsupportedError, did_you_mean, near_spelling
 from converter.families.config import ConfigReader
 from converter.families.fields import ACTIVATIONS, Fields, read_facts
 from converter.families.holding import ANY_DECODER, refuse_others
 from converter.families.mapping import Direct, Drop, FusedLayout, FusedQKV, Shared, TensorMapping, Transposed
+from converter.families.strangers import what_it_is
 from converter.spec import Activation, ModelSpec, Norm, RopeLayout
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Family(ABC):
     fields: ClassVar[Fields] = {}
     #: Facts of the spec that are the same for every checkpoint of the family.
     facts: ClassVar[Mapping[str, Any]] = {}
+    #: Other names of config fields: the `attribute_map` of transformers' config class.
+    aliases: ClassVar[Mapping[str, str]] = {}
     #: Config fields that do not change the function, with the reason.
     ignored: ClassVar[Mapping[str, str]] = {}
     activations: ClassVar[Mapping[str, Activation]] = ACTIVATIONS
@@ -218,16 +221,33 @@ def get_family(name: str) -> Family:
 
 
 def find_family(config: Mapping[str, Any], where: str) -> Family:
-    """The family that a config belongs to. An unknown one is refused, never guessed."""
+    """The family that a config belongs to. An unknown one is refused, never guessed.
+
+    A config without a model_type belongs to the family whose class its `architectures` names.
+    """
     for known in families().values():
         if known.recognises(config):
             return known
     kind = config.get("model_type")
     if kind is None:
-        raise CheckpointError("the config has no model_type", where=where, fix=f"Known: {', '.join(families())}")
+        named = config.get("architectures")
+        for known in families().values():
+            if known.model_class is not None and named == [known.model_class]:
+                return known
+        raise CheckpointError(
+            "the config has no model_type",
+            where=where,
+            why=f"its architectures are {named}, which is no class that is known here" if named else _NO_GUESS,
+            fix=f"Add the model_type that the weights are of. Known: {', '.join(families())}",
+        )
+    what = what_it_is(str(kind), config)
+    near = None if what is not None else near_spelling(str(kind), families())
     raise UnsupportedError(
         f"model_type '{kind}' is not a family that we know",
         where=where,
-        why="tensor names and shapes alone do not say how a model computes, so nothing is guessed",
-        fix=did_you_mean(str(kind), families()),
+        why=f"it is {what}" if what is not None else _NO_GUESS,
+        fix=near or f"Known: {', '.join(families())}",
     )
+
+
+_NO_GUESS = "tensor names and shapes alone do not say how a model computes, so nothing is guessed"

@@ -56,7 +56,7 @@ def _other_frequencies(checkpoint: Checkpoint, info: TensorInfo, spec: ModelSpec
         return f"its shape is {list(info.shape)}, and there are {pairs} rotary pairs"
     found = checkpoint.read(info.name).double()
     for known in (dataclasses.replace(rope, scaling=None), rope):
-        wanted = rope_frequencies(known, spec.context, spec.head_dim)[0].double()
+        wanted = rope_frequencies(known, spec.context)[0].double()
         if torch.allclose(found, wanted, rtol=_RELATIVE, atol=_ABSOLUTE):
             return None
     steepest = float(found[1]) if pairs > 1 else 1.0

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from converter.errors import CheckpointError, UnsupportedError, did_you_mean
-from converter.spec import RopeLayout, RopeSpec
+from converter.families.foreign import fields_read, owners
+
+if TYPE_CHECKING:
+    from converter.spec import ModelSpec
 
 T = TypeVar("T")
 
@@ -68,8 +73,25 @@ _MUST_BE = {
 #: Fields that name special tokens: an id, a list of ids, or null.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-#: Kinds of RoPE that transformers computes, "default" being the plain one.
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+#: What transformers' shared code reads of any config, and values that leave the function as it is.
+_INERT: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "layer_types": (None,)}
+
+#: Fields of training that no family needs to know by name.
+_TRAINING = re.compile(r".*(dropout|_pdrop|layerdrop)(_prob|_rate)?|init(ializer)?_\w+")
+
+#: Names under which other families state a fact of a spec.
+_FACTS = {
+    "head_dim": "head_dim",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+    "num_key_value_heads": "num_kv_heads",
+    "max_position_embeddings": "context",
+}
+
+#: Model types that a message names at most.
+_NAMED = 3
 
 _TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (float, int), bool: (bool,), str: (str,)}
 _TYPES |= {dict: (dict,), list: (list,)}
@@ -78,14 +100,25 @@ _TYPES |= {dict: (dict,), list: (list,)}
 class ConfigReader:
     """Hands out the fields of a config and keeps account of each.
 
-    `accounts` maps a field to what became of it: "read" or the reason why it is ignored.
+    `accounts` maps a field to what became of it: "read" or the reason why it is ignored. `notes` are what a user
+    should know. `aliases` are other names of fields, as transformers' `attribute_map` has them. `model_class` is
+    transformers' class that runs the family: what it does not read cannot change the function.
     """
 
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config, self.where = config, where
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        where: str,
+        *,
+        aliases: Mapping[str, str] | None = None,
+        model_class: str | None = None,
+    ) -> None:
+        self.where, self._model_class = where, model_class
         self.accounts: dict[str, str] = {}
-        self.ignore({key: reason for key, reason in _COMMON.items() if key in config})
-        self.ignore({key: "generation settings live in generation_config.json" for key in _GENERATION if key in config})
+        self.notes: list[str] = []
+        self.config = self._under_own_names(config, aliases or {})
+        self.ignore(_COMMON)
+        self.ignore(dict.fromkeys(_GENERATION, "generation settings live in generation_config.json"))
         for key, allowed in _MUST_BE.items():
             values = allowed if isinstance(allowed, tuple) else (allowed,)
             if key in config and config[key] not in values:
@@ -98,6 +131,27 @@ class ConfigReader:
             if key in config:
                 self.accounts[key] = "read"
 
+    def _under_own_names(self, config: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+        """The config with every alias under the family's own name."""
+        own = dict(config)
+        for alias, key in aliases.items():
+            if alias not in own:
+                continue
+            value = own.pop(alias)
+            if own.setdefault(key, value) != value:
+                raise CheckpointError(
+                    f"config field '{key}' is {own[key]!r} and '{alias}' is {value!r}",
+                    where=self.where,
+                    why="they are two names of one fact, and readers differ in which they take",
+                    fix="Keep the one that the model was trained with",
+                )
+            self.accounts[alias] = f"another name of {key}"
+        return own
+
+    def note(self, text: str) -> None:
+        """Something that a user should know and that does not stop a conversion."""
+        self.notes.append(text)
+
     def read(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of a field, of this type; the default where it is absent or null.
 
@@ -109,14 +163,14 @@ class ConfigReader:
             if default is None:
                 raise CheckpointError(f"config field '{key}' is missing", where=self.where)
             return default
-        return self._checked(key, value, kind)
+        return self.checked(key, value, kind)
 
     def optional(self, key: str, kind: type[T]) -> T | None:
         """As `read`, but absent and null are None."""
         self.accounts[key] = "read"
         return None if self.config.get(key) is None else self.read(key, kind)
 
-    def _checked(self, what: str, value: Any, kind: type[T]) -> T:
+    def checked(self, what: str, value: Any, kind: type[T]) -> T:
         """A value that must be of this type; a number must be finite and above 0 too."""
         fits: bool = isinstance(value, _TYPES[kind]) and (kind is bool or not isinstance(value, bool))
         if not fits:
@@ -150,23 +204,96 @@ class ConfigReader:
         """These fields do not change the function, and this is why."""
         self.accounts.update({key: reason for key, reason in reasons.items() if key in self.config})
 
-    def finish(self) -> dict[str, str]:
-        """The accounts; an error for a field that nobody has accounted for."""
+    def finish(self, spec: ModelSpec | None = None) -> dict[str, str]:
+        """The accounts; an error for a field that the family does not know and that may change the function.
+
+        A field that transformers' class of the family does not read cannot: it is noted. `spec` is what the config
+        was read as.
+        """
         for key in ("model_type", "dtype", "torch_dtype", "unk_token_id", *TOKEN_IDS):
             if key in self.config:
                 self.accounts[key] = "read"
         self._check_token_ids()
         self._check_dtypes()
-        unknown = [key for key in self.config if key not in self.accounts]
-        if unknown:
-            raise UnsupportedError(
-                f"config field '{unknown[0]}' = {self.config[unknown[0]]!r} is unknown to this family",
-                where=self.where,
-                why="a field that is not understood may change what the model computes"
-                + (f" (also unknown: {', '.join(unknown[1:])})" if unknown[1:] else ""),
-                fix=did_you_mean(unknown[0], self.accounts) + " If it changes nothing, delete it from the config",
+        code = self._own_code()
+        unknown = [key for key in self.config if key not in self.accounts and not self._is_inert(key, spec)]
+        if not unknown:
+            return self.accounts
+        reads = fields_read(self._model_class) if self._model_class is not None else None
+        refused = [key for key in unknown if reads is None or key in reads or code is not None]
+        if refused:
+            key, more = refused[0], f" (also unknown: {', '.join(refused[1:])})" if refused[1:] else ""
+            reason = (
+                "a field that is not understood may change what the model computes"
+                if reads is None
+                else f"transformers' {self._model_class} reads it, and no conversion knows what it does"
+                if key in reads
+                else f"auto_map names code of the checkpoint's own ({code}), which may read it; that code is never run"
             )
+            raise UnsupportedError(
+                f"config field '{key}' = {self.config[key]!r} is unknown to this family{_of_others(key)}",
+                where=self.where,
+                why=reason + more,
+                fix=self._advice(key, custom_code=code is not None and (reads is None or key not in reads)),
+            )
+        self._note_unread(unknown)
         return self.accounts
+
+    def _own_code(self) -> str | None:
+        """The model class that `auto_map` names as code in the checkpoint's folder."""
+        if "auto_map" not in self.config:
+            return None
+        names = self.config["auto_map"]
+        models = {key: name for key, name in names.items() if "Model" in str(key)} if isinstance(names, dict) else {}
+        self.accounts["auto_map"] = "code of the checkpoint's own is never run"
+        code = next(iter(models.values()), None)
+        if code is not None and self._model_class is not None:
+            self.note(
+                f"auto_map names code of the checkpoint's own ({code}), which is never run: the weights are read as "
+                f"transformers' {self._model_class} computes with them"
+            )
+        return None if code is None else str(code)
+
+    def _is_inert(self, key: str, spec: ModelSpec | None) -> bool:
+        """Whether a field that the family does not know has a value that changes nothing, whoever reads it."""
+        value = self.config[key]
+        if _TRAINING.fullmatch(key):
+            self.accounts[key] = "training only"
+        elif value in _INERT.get(key, (None,)) or (key == "layer_types" and _all_full(value)):
+            self.accounts[key] = "its value changes nothing"
+        elif key in _FACTS and spec is not None and value == getattr(spec, _FACTS[key]):
+            self.accounts[key] = "what the other fields say too"
+        elif key == "sliding_window" and spec is not None and type(value) is int and value >= spec.context:
+            self.accounts[key] = "as wide as the context, or wider"
+        return key in self.accounts
+
+    def _advice(self, key: str, *, custom_code: bool) -> str:
+        if custom_code:
+            return "If the plain class of the family computes the same, delete auto_map from the config"
+        return did_you_mean(key, self.accounts) + " If it changes nothing, delete it from the config"
+
+    def _note_unread(self, unknown: list[str]) -> None:
+        """Fields that transformers ignores: a word on each that looks like another one or is another model's."""
+        unread = f"transformers' {self._model_class} does not read"
+        plain = []
+        for key in unknown:
+            self.accounts[key] = f"{unread} it, so it cannot change the function"
+            others, near = _of_others(key), difflib.get_close_matches(key, self._unstated(), n=1, cutoff=0.8)
+            if others:
+                self.note(
+                    f"config field '{key}' = {self.config[key]!r} is one that {unread}{others}: check the model_type"
+                )
+            elif near:
+                self.note(f"config field '{key}' = {self.config[key]!r} is one that {unread}: is '{near[0]}' meant?")
+            else:
+                plain.append(f"'{key}' = {self.config[key]!r}")
+        if plain:
+            fields = "config fields" if plain[1:] else "config field"
+            self.note(f"{fields} {', '.join(plain)}: {unread} {'them' if plain[1:] else 'it'}, so nothing changes")
+
+    def _unstated(self) -> list[str]:
+        """The fields that the family reads and the config does not state."""
+        return [key for key, account in self.accounts.items() if account == "read" and key not in self.config]
 
     def _check_token_ids(self) -> None:
         for key in TOKEN_IDS:
@@ -185,109 +312,17 @@ class ConfigReader:
                 fix="Keep the one that the weights are stored in",
             )
 
-    def rope(self, head_dim: int, layout: RopeLayout, default_theta: float = 10000.0) -> RopeSpec:
-        """The rotary facts from either schema, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
 
-        Raises CheckpointError where the two disagree, or where `rope_parameters` has no theta: readers
-        would silently assume 10000.
-        """
-        theta = self.optional("rope_theta", float)
-        scaling = self._rope_dict("rope_scaling")
-        parameters = self._rope_dict("rope_parameters")
-        if parameters is not None:
-            inner = parameters.pop("rope_theta", None)
-            inner = None if inner is None else self._checked("rope_parameters.rope_theta", inner, float)
-            if inner is None and theta is None:
-                raise CheckpointError(
-                    f"rope_parameters has no rope_theta (None), and readers would assume {default_theta}",
-                    where=self.where,
-                    fix="Write the theta that the model was trained with into rope_parameters",
-                )
-            if inner is not None and theta is not None and inner != theta:
-                raise CheckpointError(
-                    f"rope_theta is {theta} and rope_parameters.rope_theta is {inner}",
-                    where=self.where,
-                    why="old readers would take the one and new readers the other",
-                    fix="Keep the theta that the model was trained with in both",
-                )
-            theta = theta if inner is None else inner
-            if scaling is not None and scaling != parameters:
-                raise CheckpointError(
-                    f"rope_scaling is {scaling} and rope_parameters is {parameters}",
-                    where=self.where,
-                    why="old readers would take the one and new readers the other",
-                    fix="Keep the scaling that the model was trained with in both",
-                )
-            scaling = parameters
-        if scaling is not None and scaling.get("rope_type") == "yarn":
-            self._check_yarn(scaling)
-        partial = self._partial_rotary_factor(scaling)
-        scaling = self._scaling(scaling) if scaling else None
-        rotary_dim = int(head_dim * partial)
-        return RopeSpec(theta if theta is not None else default_theta, rotary_dim, layout, scaling)
+def _all_full(layer_types: object) -> bool:
+    """Whether `layer_types` gives every layer full attention."""
+    return isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)
 
-    def _scaling(self, scaling: dict[str, Any]) -> dict[str, Any] | None:
-        """A scaled kind of RoPE with its facts; None for the plain one, which has none."""
-        kind = scaling.get("rope_type", "default")
-        if kind not in _ROPE_TYPES:
-            raise UnsupportedError(
-                f"rope_type is '{kind}', which no conversion knows",
-                where=self.where,
-                fix=did_you_mean(str(kind), _ROPE_TYPES),
-            )
-        if kind != "default":
-            return scaling
-        facts = ", ".join(key for key in scaling if key != "rope_type")
-        if facts:
-            raise CheckpointError(
-                f"the config scales RoPE ({facts}) and says no rope_type that does so",
-                where=self.where,
-                why="readers would take the plain RoPE and ignore the rest",
-                fix="Write the rope_type that the model was trained with",
-            )
-        return None
 
-    def _check_yarn(self, scaling: dict[str, Any]) -> None:
-        """One spelling of the attention factor, and a context that is what factor and original context make."""
-        other = scaling.pop("attn_factor", None)
-        if other is not None and float(scaling.setdefault("attention_factor", other)) != float(other):
-            raise CheckpointError(
-                f"attn_factor is {other} and attention_factor is {scaling['attention_factor']}",
-                where=self.where,
-                why="they are two names of one fact",
-                fix="Keep the one that the model was trained with",
-            )
-        factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
-        context = self.config.get("max_position_embeddings")
-        if factor is None or original is None or context is None or float(factor) * original != context:
-            raise CheckpointError(
-                f"YaRN has factor {factor} and original_max_position_embeddings {original}, and "
-                f"max_position_embeddings is {context}",
-                where=self.where,
-                why="the context must be factor times the original one, or readers differ in the frequencies",
-                fix="Write all three",
-            )
-
-    def _partial_rotary_factor(self, scaling: dict[str, Any] | None) -> float:
-        outer = self.optional("partial_rotary_factor", float)
-        inner = scaling.pop("partial_rotary_factor", None) if scaling else None
-        if outer is not None and inner is not None and outer != float(inner):
-            raise CheckpointError(
-                f"partial_rotary_factor is {outer} and rope_parameters.partial_rotary_factor is {inner}",
-                where=self.where,
-                fix="Keep the one that the model was trained with in both",
-            )
-        return float(inner if outer is None and inner is not None else outer or 1.0)
-
-    def _rope_dict(self, key: str) -> dict[str, Any] | None:
-        value = self.optional(key, dict)
-        if value is None:
-            return None
-        facts = dict(value)
-        if "type" in facts:  # the spelling of transformers before 4.43
-            facts.setdefault("rope_type", facts["type"])
-            del facts["type"]
-        return facts
+def _of_others(field: str) -> str:
+    """Which model types of transformers have this field, in words; empty if none does."""
+    found = owners(field)
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f", a field of {', '.join(found[:_NAMED])}{more}" if found else ""
 
 
 def _dtype_name(value: object) -> str | None:

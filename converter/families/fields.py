@@ -32,6 +32,13 @@ _DERIVED = ("head_dim", "num_kv_heads", "intermediate_size")
 #: Dropouts and other fields that several families have and that change nothing.
 TRAINING = "dropout, training only"
 CLASSIFIERS = "classification heads only"
+#: The first GPTs' fields under transformers' common names.
+GPT_ALIASES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
 
 
 def activation_name(activation: Activation) -> str:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from converter.families import TargetFamily, family
 from converter.families.buffers import causal_mask, fill_value
 from converter.families.config import ConfigReader
-from converter.families.fields import CLASSIFIERS, TRAINING, activation_name
+from converter.families.fields import CLASSIFIERS, GPT_ALIASES, TRAINING, activation_name
 from converter.families.holding import ANY_DECODER, refuse
 from converter.spec import ModelSpec, Norm, Positions
 
@@ -40,8 +40,12 @@ class GPT2(TargetFamily):
     holds: ClassVar = {**_LAYERS, **ANY_DECODER}
     biased = (_BIASES,)
     always_biased = True
+    aliases: ClassVar = GPT_ALIASES
     ignored: ClassVar = {
         "n_ctx": "an old name of n_positions",
+        # GPT-SW3's: the first divides q by the layer's number and multiplies the scores by it again.
+        "apply_query_key_layer_scaling": "a precision of training that cancels out",
+        "normalize_attention_scores": "attention is a softmax here, whatever it says",
         "n_special": "tokens that the vocabulary counts already",
         "predict_special_tokens": "which logits old heads returned",
         "reorder_and_upcast_attn": "precision of the attention kernel, not the function",

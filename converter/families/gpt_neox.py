@@ -5,15 +5,22 @@ No op represents a parallel residual: such a model can be inspected, its layout 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from converter.errors import CheckpointError
 from converter.families import Family, family
 from converter.families.buffers import causal_mask, fill_value, frequencies
 from converter.families.config import ConfigReader
 from converter.families.fields import CLASSIFIERS, TRAINING
 from converter.families.mapping import FusedLayout
-from converter.spec import ModelSpec, Norm, Positions, RopeSpec
+from converter.families.rope_config import read_rope
+from converter.spec import ModelSpec, Norm, Positions
+
+#: Theta and the rotary part of a head, under transformers' names and this family's own.
+_ROPE_NAMES: dict[str, Any] = {
+    "theta_names": ("rope_theta", "rotary_emb_base"),
+    "partial_names": ("partial_rotary_factor", "rotary_pct"),
+    "default_partial": 0.25,
+}
 
 
 @family
@@ -70,7 +77,7 @@ class GPTNeoX(Family):
         attention = {"q", "k", "v", "o"} if config.read("attention_bias", bool, True) else set()
         return spec.replace(
             biases=frozenset({"up", "down", *attention}),
-            rope=self._read_rope(config, spec.head_dim),
+            rope=read_rope(config, spec.head_dim, self.layout, **_ROPE_NAMES),
             parallel_residual=config.read("use_parallel_residual", bool, True),
         )
 
@@ -80,22 +87,3 @@ class GPTNeoX(Family):
 
     def full_name(self, bare: str) -> str:
         return "lm_head.weight" if bare == self.head else super().full_name(bare)
-
-    def _read_rope(self, config: ConfigReader, head_dim: int) -> RopeSpec:
-        """Theta and rotary width under transformers 5's names or the family's own: rotary_emb_base, rotary_pct."""
-        parameters = dict(config.optional("rope_parameters", dict) or {})
-        scaling = config.optional("rope_scaling", dict)
-        own_names = {"rope_theta": ("rotary_emb_base", 1e4), "partial_rotary_factor": ("rotary_pct", 0.25)}
-        values = {}
-        for key, (own, default) in own_names.items():
-            inner, outer = parameters.get(key), config.optional(own, float)
-            if inner is not None and outer is not None and float(inner) != outer:
-                raise CheckpointError(
-                    f"{own} is {outer} and rope_parameters.{key} is {inner}",
-                    where=config.where,
-                    why="old readers would take the one and new readers the other",
-                    fix="Keep the one that the model was trained with in both",
-                )
-            values[key] = float(inner if inner is not None else outer if outer is not None else default)
-        plain = ConfigReader({"rope_parameters": parameters | values, "rope_scaling": scaling}, config.where)
-        return plain.rope(head_dim, self.layout)

@@ -11,7 +11,7 @@ from converter.errors import UnsupportedError
 from converter.families import Family, family
 from converter.families.buffers import causal_mask, fill_value
 from converter.families.config import ConfigReader
-from converter.families.fields import CLASSIFIERS, TRAINING
+from converter.families.fields import CLASSIFIERS, GPT_ALIASES, TRAINING
 from converter.families.mapping import Drop
 from converter.spec import ModelSpec, Norm, Positions, RopeLayout, RopeSpec
 
@@ -44,6 +44,7 @@ class GPTJ(Family):
         "biases": frozenset({"up", "down", "head"}),
         "parallel_residual": True,
     }
+    aliases: ClassVar = GPT_ALIASES
     layout = RopeLayout.INTERLEAVED
     ignored: ClassVar = {
         "rotary": "always true in this family",

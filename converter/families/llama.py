@@ -10,6 +10,7 @@ from converter.families.buffers import frequencies
 from converter.families.config import ConfigReader
 from converter.families.fields import TRAINING, activation_name
 from converter.families.holding import ANY_DECODER, refuse
+from converter.families.rope_config import read_rope
 from converter.spec import ModelSpec, Norm, Positions
 
 ATTENTION = frozenset({"q", "k", "v", "o"})
@@ -66,7 +67,7 @@ class Llama(TargetFamily):
 
     def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:
         spec = super().read_spec(config, tied)
-        rope = config.rope(spec.head_dim, self.layout)
+        rope = read_rope(config, spec.head_dim, self.layout)
         if rope.rotary_dim != spec.head_dim:
             raise UnsupportedError(
                 f"the config asks for a rotary width of {rope.rotary_dim} of {spec.head_dim}",

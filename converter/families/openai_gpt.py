@@ -34,6 +34,7 @@ class OpenAIGPT(Family):
         "silu": Activation.SILU,
         "swish": Activation.SILU,
     }
+    aliases = GPT2.aliases
     ignored = {key: why for key, why in GPT2.ignored.items() if key != "reorder_and_upcast_attn"}  # noqa: RUF012
     modules: ClassVar = {**GPT2.modules, "embed": "tokens_embed", "positions": "positions_embed"}
     transposed = True

@@ -62,20 +62,30 @@ class SourceModel:
         self.family: Family = find_family(checkpoint.config, self.where)
         self.names = self._bare_names()
         self.dropped: list[Dropped] = [Dropped(name, reason) for name, reason in checkpoint.left_out.items()]
-        config = ConfigReader(checkpoint.config, self.where)
+        config = ConfigReader(
+            checkpoint.config, self.where, aliases=self.family.aliases, model_class=self.family.model_class
+        )
         self.spec: ModelSpec = self.family.read_spec(config, self._decide_tie(config))
         #: The RoPE layout that the family's files are in, unless a stamp of ours says otherwise.
         self.declared_layout = self.spec.rope.layout if self.spec.rope is not None else None
         self.stamp = self._heed_stamp()
         try:
-            config.finish()
+            config.finish(self.spec)
         except ConverterError as error:
             on_fault(error)
         self.config_accounts: dict[str, str] = config.accounts
+        #: What the config's reader noted.
+        self.notes: list[str] = [*self._how_the_family_is_known(), *config.notes]
         self._account_for_token_ids()
         #: Bare tensor name -> the roles it holds, as "layers.0.q.weight".
         self.used: dict[str, list[str]] = {}
         self._account_for_tensors()
+
+    def _how_the_family_is_known(self) -> list[str]:
+        if self.checkpoint.config.get("model_type") is not None:
+            return []
+        named = self.family.model_class
+        return [f"the config has no model_type: it is taken for a {self.family.name}, as its architectures say {named}"]
 
     @classmethod
     def open(cls, path: str | Path) -> SourceModel:

@@ -63,7 +63,9 @@ def check(path: str | Path, full: bool = False, *, progress: Progress | None = N
         faults = [_unknown(checkpoint, error) for error in examined.faults]
     else:
         faults = [Fault.of(error) for error in examined.faults]
-    told = {fault.file for fault in faults}  # the config's faults are the tokenizer's too
+    if examined.source is not None:
+        faults += [Fault(checkpoint.config_file, None, note, remark=True) for note in examined.source.notes]
+    told = {fault.file for fault in faults if not fault.remark}  # the config's faults are the tokenizer's too
     faults += [fault for fault in _tokenizer(examined, full) if fault.file not in told]
     if full:
         if progress:
