@@ -27,7 +27,7 @@ from pathlib import Path
 
 from measured import measured
 
-from converter.files.record import read_stamp
+from converter.files.record import read_record
 from converter.spec import RopeLayout
 
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 11008, 32, 8, 128, 32000
@@ -168,7 +168,7 @@ def kill(source: Path, kills: int, seed: int = 0) -> None:
     """Kill swaps at random moments, finish or undo them, and compare; raises where bytes differ."""
     choose, journal = random.Random(seed), source / ".rope-swap"
     digests, states = {}, ["interleaved", "half_split"]
-    if read_stamp(source) is RopeLayout.INTERLEAVED:  # left by an earlier run
+    if (record := read_record(source)) and record.layout is RopeLayout.INTERLEAVED:  # left by an earlier run
         states.reverse()
     for state in states:
         process = start_and_wait(in_place_command(source, "--to", state), journal)

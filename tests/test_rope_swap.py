@@ -26,7 +26,9 @@ from test_rope_families import GPTJ, LLAMA_LIKE, NEOX, make
 from converter.conversion.run import convert
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
-from converter.files.record import read_stamp
+from converter.layout import swap_rows
+from converter.measure.check import check
+from converter.measure.inspect import inspect
 from converter.measure.models import RunnableCheckpoint, load_plain
 from converter.measure.verify import expected_kl
 from converter.rope import journal, patch, scores
@@ -34,6 +36,7 @@ from converter.rope.journal import FOLDER
 from converter.rope.moves import unit_edges
 from converter.rope.patch import roll_back, swap_in_place
 from converter.rope.swap import swap
+from converter.show.progress import Progress
 from converter.spec import RopeLayout
 
 INTERLEAVED, HALF_SPLIT = RopeLayout.INTERLEAVED, RopeLayout.HALF_SPLIT
@@ -48,6 +51,16 @@ MODELS = {
 }
 #: Tensors that a swap touches in each of two layers.
 TOUCHED = {"llama": 2, "llama with biases": 4, "qwen2": 4, "qwen3": 4, "gpt_neox": 2, "gptj": 2}
+
+
+class Said(Progress):
+    """What a run says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
 
 
 def other(layout: RopeLayout) -> RopeLayout:
@@ -90,7 +103,7 @@ class TestCopy:
         changed = [key for key in old if not torch.equal(old[key], new[key])]
         assert len(changed) == report.tensors == 2 * TOUCHED[name]
         assert f"{report.tensors} tensors" in said[0]
-        assert read_stamp(out) is other(before)
+        assert SourceModel.open(out).stamp is other(before)
         assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
 
     def test_back_again_is_every_byte_of_the_weights(self, case, tmp_path):
@@ -248,6 +261,62 @@ class TestStamp:
             assert torch.equal(load_plain(tmp_path / "out")(ids).logits, wanted)
             assert relative(load_plain(stamped)(ids).logits, wanted) > 1e-2
         assert SourceModel.open(tmp_path / "out").stamp is HALF_SPLIT
+
+    @pytest.mark.parametrize("how", ["saved by transformers", "trained", "copied", "rows swapped by others"])
+    def test_it_does_not_speak_for_other_weights(self, how, stamped, tmp_path):
+        """Whatever is saved into the folder is read as if there were no record, and every command says so."""
+        model = load_plain(stamped.parent / "model")
+        if how == "trained":  # a fine-tune of q alone
+            for name, parameter in model.named_parameters():
+                parameter.data += 1e-3 * torch.randn(parameter.shape) * ("q_proj" in name)
+        if how == "copied":  # with all metadata that its file has
+            shutil.copy(stamped.parent / "model/model.safetensors", stamped / "model.safetensors")
+        elif how == "rows swapped by others":
+            tensors = load_file(stamped / "model.safetensors")
+            for name in tensors:
+                for part, heads in (
+                    ("q_proj", LLAMA_LIKE["num_attention_heads"]),
+                    ("k_proj", LLAMA_LIKE["num_key_value_heads"]),
+                ):
+                    if part in name:
+                        width = len(tensors[name]) // heads
+                        tensors[name] = swap_rows(tensors[name], heads, width, width, HALF_SPLIT).contiguous()
+            save_file(tensors, stamped / "model.safetensors", metadata={"format": "pt"})
+        else:
+            model.save_pretrained(stamped)
+        ids = random_ids()
+        source = SourceModel.open(stamped)
+        assert (source.stamp, source.spec.rope.layout) == (None, HALF_SPLIT)
+        with torch.no_grad():
+            assert relative(RunnableCheckpoint(stamped).model.logits(ids), model(ids).logits) <= 1e-5
+        said = Said()
+        convert(stamped, tmp_path / "out", verify=False, progress=said)
+        for remarks in (said.lines, inspect(stamped).warnings, [fault.what for fault in check(stamped)]):
+            assert any("conversion.json speaks of other weights" in remark for remark in remarks)
+        assert SourceModel.open(tmp_path / "out").stamp is HALF_SPLIT
+
+    def test_it_speaks_for_its_rows_whatever_else_changes(self, stamped):
+        tensors = load_file(stamped / "model.safetensors")
+        tensors["lm_head.weight"] += 1
+        save_file(tensors, stamped / "model.safetensors", metadata={"format": "pt"})
+        assert SourceModel.open(stamped).stamp is INTERLEAVED
+        assert not inspect(stamped).warnings
+
+    def test_what_was_measured_is_not_carried_on_to_other_weights(self, stamped, tmp_path):
+        file = stamped / "conversion.json"
+        content = json.loads(file.read_text()) | {"verification": {"total": {"kl": 0.25}}}
+        file.write_text(json.dumps(content))
+        assert expected_kl(stamped) == 0.25
+        swap(stamped, tmp_path / "back", to=HALF_SPLIT)
+        assert expected_kl(tmp_path / "back") == 0.25
+        load_plain(stamped.parent / "model").save_pretrained(tmp_path / "back")  # the same weights
+        assert expected_kl(tmp_path / "back") == 0.25
+        tensors = load_file(stamped / "model.safetensors")
+        tensors["lm_head.weight"] += 1
+        save_file(tensors, stamped / "model.safetensors", metadata={"format": "pt"})
+        assert expected_kl(stamped) is None
+        swap(stamped, tmp_path / "again", to=HALF_SPLIT)
+        assert "verification" not in json.loads((tmp_path / "again/conversion.json").read_text())
 
     def test_it_does_not_speak_for_other_files(self, stamped):
         weights = load_file(stamped / "model.safetensors")

@@ -390,6 +390,8 @@ def evaluate(
 
         print_all(evaluation_tables(found))
         for each in found:
+            for note in each.notes:
+                click.echo(f"Note on {each.path}: {note.rstrip('.')}.")
             if each.no_kl:
                 click.echo(f"No KL of {each.path}: {each.no_kl}.")
     missing = [f"{each.path} {reason}" for each in found for reason in each.no_context.values()]

@@ -20,8 +20,10 @@ from converter.conversion.report import EXACT_TOLERANCE, ConversionReport, verif
 from converter.conversion.walk import Findings
 from converter.errors import VerificationError
 from converter.families.opened import SourceModel
+from converter.families.rotating import source_digests
 from converter.files.json_text import write_json
 from converter.files.output import OutputFolder
+from converter.files.record import save_record
 from converter.files.tokenizer import load_tokenizer, same_ids, write_tokenizer
 from converter.measure.metrics import Comparison
 from converter.measure.models import TransformersModel, load, load_written, tokens_per_second
@@ -155,7 +157,8 @@ def write_record(run: Written) -> None:
     """`conversion.json`."""
     record = run.report.to_dict() | {"spec": run.plan.target_spec.to_dict()}
     del record["speed"]  # this machine's; everything else is the same in every run
-    write_json(run.output.partial / "conversion.json", record)
+    folder = run.output.partial
+    save_record(folder, record, source_digests(SourceModel.open(folder)))
 
 
 def write_figures(run: Written) -> None:

@@ -29,7 +29,7 @@ from converter.families.config import TOKEN_IDS, ConfigReader
 from converter.families.shapes import why_other_shapes
 from converter.files.checkpoint import Checkpoint
 from converter.files.hub import local_path
-from converter.files.record import read_stamp
+from converter.files.record import RECORD, read_record
 from converter.files.tokenizer import ids_without_rows, load_tokenizer, vocabulary_size
 from converter.spec import ModelSpec, RopeLayout
 
@@ -68,18 +68,21 @@ class SourceModel:
         self.spec: ModelSpec = self.family.read_spec(config, self._decide_tie(config))
         #: The RoPE layout that the family's files are in, unless a stamp of ours says otherwise.
         self.declared_layout = self.spec.rope.layout if self.spec.rope is not None else None
-        self.stamp = self._heed_stamp()
         try:
             config.finish(self.spec)
         except ConverterError as error:
             on_fault(error)
         self.config_accounts: dict[str, str] = config.accounts
         #: What the config's reader noted.
-        self.notes: list[str] = [*self._how_the_family_is_known(), *config.notes]
+        self.notes: list[str] = [*checkpoint.remarks, *self._how_the_family_is_known(), *config.notes]
         self._account_for_token_ids()
         #: Bare tensor name -> the roles it holds, as "layers.0.q.weight".
         self.used: dict[str, list[str]] = {}
         self._account_for_tensors()
+        #: The RoPE layout that our record of these very weights names.
+        self.stamp: RopeLayout | None = None
+        with reporting(on_fault, checkpoint.path):
+            self._heed_record()
 
     def _how_the_family_is_known(self) -> list[str]:
         if self.checkpoint.config.get("model_type") is not None:
@@ -168,17 +171,37 @@ class SourceModel:
             )
         return tensor
 
-    def _heed_stamp(self) -> RopeLayout | None:
-        """The layout that a stamp names becomes the spec's. We stamp folders of safetensors, and others mean others."""
-        folder = self.checkpoint.path
-        if self.checkpoint.opened != folder or any(file.suffix != ".safetensors" for file in self.checkpoint.files):
-            return None
-        stamp = None
-        with reporting(self._on_fault, folder):
-            stamp = read_stamp(folder)
-        if stamp is not None and self.spec.rope is not None:
-            self.spec = self.spec.replace(rope=dataclasses.replace(self.spec.rope, layout=stamp))
-        return stamp
+    def _heed_record(self) -> None:
+        """The layout that our record of these weights names becomes the spec's; folders of safetensors have one.
+
+        A record of other weights is not heeded, and the weights are asked instead.
+        """
+        from converter.families.rotating import source_digests
+
+        folder, rope = self.checkpoint.path, self.spec.rope
+        suffixes = {file.suffix for file in self.checkpoint.files}
+        plain = self.checkpoint.opened == folder and suffixes == {".safetensors"}
+        record = read_record(folder) if plain and rope is not None else None
+        if record is None or record.layout is None or not self.used.keys() <= self.names.keys():
+            return
+        assert rope is not None
+        if record.speaks_of_rows(source_digests(self)):
+            self.stamp = layout = record.layout
+        else:
+            layout = self._ask_weights(record.layout, rope.layout)
+        self.spec = self.spec.replace(rope=dataclasses.replace(rope, layout=layout))
+
+    def _ask_weights(self, stated: RopeLayout, declared: RopeLayout) -> RopeLayout:
+        """The layout of rows of which the record does not speak."""
+        from converter.rope.detect import detect_source  # above families: it is asked here alone
+
+        found = detect_source(self)
+        note = f"{RECORD} speaks of other weights than these, so its layout {stated.value} is not heeded"
+        if found.layout in (layout.value for layout in RopeLayout):
+            self.notes.append(f"{note}: by the weights the rows are {found.layout}")
+            return RopeLayout(found.layout)
+        self.notes.append(f"{note}: the rows are read as {declared.value}, as family '{self.family.name}' has them")
+        return declared
 
     def check_contents(self, on_fault: OnFault = raise_fault) -> None:
         """Bring what else stops a conversion to `on_fault`, before a weight is read.

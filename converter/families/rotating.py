@@ -6,16 +6,21 @@ the family's mapping.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from converter.blocks import BlockRef
 from converter.errors import UnsupportedError
 from converter.families.mapping import Direct, TensorMapping
-from converter.families.opened import SourceModel
+from converter.files.record import Digests, digests
 from converter.layout import Rows, check_rows, head_counts, row_order
 from converter.spec import ModelSpec, RopeLayout
+
+if TYPE_CHECKING:
+    from converter.families.opened import SourceModel
 
 
 def stored_order(mapping: TensorMapping, spec: ModelSpec, to: RopeLayout, rows: int, name: str) -> Rows | None:
@@ -67,3 +72,18 @@ def stored_orders(source: SourceModel, to: RopeLayout) -> Iterator[tuple[str, Ro
             order = stored_order(mapping, source.spec, to, info.shape[0], info.name)
             if order is not None:
                 yield bare, order
+
+
+def source_digests(source: SourceModel) -> Digests:
+    """What a record has to say in order to speak of this checkpoint's weights."""
+    names = [name for _, mapping in rotating_mappings(source) for name in mapping.names] if source.spec.rope else []
+    return digests(source.checkpoint, [source.names[name] for name in names])
+
+
+def described(source: SourceModel, content: Mapping[str, Any], layout: RopeLayout | None) -> dict[str, Any]:
+    """The content of a record, brought up to date with what a checkpoint's files are; its head rows are in `layout`."""
+    rope = source.spec.rope
+    if rope is None or layout is None:
+        return {**content, "dtype": source.dtype, "spec": source.spec.to_dict()}
+    spec = source.spec.replace(rope=dataclasses.replace(rope, layout=layout)).to_dict()
+    return {**content, "dtype": source.dtype, "rope": spec["rope"], "spec": spec}

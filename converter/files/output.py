@@ -24,7 +24,7 @@ from typing import Any
 from converter.errors import CheckpointError, ConverterError, ResourceError
 
 #: A folder with one of these is a checkpoint, and may be replaced by another.
-_MARKS = ("config.json", "conversion.json")
+_MARKS = ("config.json", RECORD)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _RESULT, _WORK = "result", "work"
 #: Longer values of a fingerprint are digests, which tell a reader nothing.

@@ -106,7 +106,7 @@ def _compare(run: Trained) -> dict[str, Any]:
 
 def write_record(run: Trained) -> None:
     """`healing.json`, and `conversion.json` brought up to date."""
-    records.write_record(run.report, run.job.converted.checkpoint.path, run.output.partial, run.job.theta)
+    records.write_record(run.report, run.job.converted.checkpoint.path, run.output.partial)
 
 
 def write_figures(run: Trained) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from converter.conversion.settings import HealSettings
+from converter.families.opened import SourceModel
+from converter.families.rotating import described, source_digests
 from converter.files.json_text import write_json
+from converter.files.record import read_record, save_record
 from converter.healing.controls import Control
 from converter.healing.loop import HeldOutFigures
 from converter.measure.metrics import Comparison
@@ -98,12 +100,12 @@ def comparisons_from(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {name: Comparison.from_dict(saved[name]) if saved.get(name) else None for name in ("before", "after")}
 
 
-def write_record(report: HealReport, converted: Path, folder: Path, theta: float | None) -> None:
+def write_record(report: HealReport, converted: Path, folder: Path) -> None:
     """`healing.json`, and the conversion's own record, brought up to date."""
     record = report.to_dict()
     del record["tokens_per_second"]
     write_json(folder / "healing.json", record)
-    _carry_record(report, converted, folder, theta)
+    _carry_record(report, converted, folder)
 
 
 def write_figures(report: HealReport, converted: Path, folder: Path) -> None:
@@ -122,13 +124,12 @@ def write_card(report: HealReport, converted: Path, folder: Path) -> None:
     (folder / "README.md").write_text(before + card_section(report), encoding="utf-8")
 
 
-def _carry_record(report: HealReport, converted: Path, folder: Path, theta: float | None) -> None:
-    """`conversion.json`, whose stamp of the RoPE layout and whose expected KL have to be this checkpoint's."""
-    path = converted / "conversion.json"
-    if not path.is_file():
+def _carry_record(report: HealReport, converted: Path, folder: Path) -> None:
+    """The conversion's record, brought up to date with the files of the healed checkpoint and what was measured."""
+    record = read_record(converted)
+    if record is None:
         return
-    content = json.loads(path.read_text(encoding="utf-8"))
-    content["verification"] = report.after.to_dict() if report.after else None
-    if content.get("rope") and theta is not None:
-        content["rope"]["theta"] = theta
-    write_json(folder / "conversion.json", content)
+    healed = SourceModel.open(folder)
+    after = report.after.to_dict() if report.after else None
+    content = {**record.content, "target": report.target.name, "verification": after}
+    save_record(folder, described(healed, content, healed.declared_layout), source_digests(healed))

@@ -59,6 +59,8 @@ class Evaluation:
     results: tuple[AtContext, ...]
     no_kl: str | None
     no_context: dict[int, str]
+    #: What a user should know of how the checkpoint was read.
+    notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -188,7 +190,7 @@ def _evaluate(
                 buckets=found.buckets,
             )
         )
-    return Evaluation(subject.path, tuple(results), subject.no_kl, no_context)
+    return Evaluation(subject.path, tuple(results), subject.no_kl, no_context, subject.checkpoint.notes)
 
 
 def _compare(

@@ -124,7 +124,7 @@ def warnings(source: SourceModel) -> list[str]:
     """What a user should know, but what does not stop a conversion."""
     dtypes = Counter(info.dtype for info in source.checkpoint.tensors.values())
     spec, config = source.spec, source.checkpoint.config
-    found = [*source.checkpoint.remarks, *source.notes]
+    found = list(source.notes)
     stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     if stated and stated != source.dtype:
         found.append(f"the config says {stated}, and most weights are stored in {source.dtype}")

@@ -91,6 +91,11 @@ class RunnableCheckpoint:
         self.vocabulary = Vocabulary(self.name, rows, self.tokenizer)
         self.vocabulary.check()
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how the files were read."""
+        return tuple(self._source.notes) if self._source is not None else ()
+
     @cached_property
     def model(self) -> RunningModel:
         """The model, on its device."""
@@ -160,7 +165,8 @@ def _as_stored(source: SourceModel) -> tuple[Family, Any, dict[str, Tensor]]:
     for key, token in source.token_ids().items():
         setattr(config, key, token)
     state = {family.full_name(bare): checkpoint.read(source.names[bare]).float() for bare in source.used}
-    if source.declared_layout is not None and source.stamp not in (None, source.declared_layout):
+    rope = source.spec.rope
+    if rope is not None and source.declared_layout is not None and rope.layout is not source.declared_layout:
         for bare, order in stored_orders(source, source.declared_layout):
             state[family.full_name(bare)] = state[family.full_name(bare)][torch.from_numpy(order)]
     return family, config, state

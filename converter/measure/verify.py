@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from converter.errors import CheckpointError, ConverterError
-from converter.files.record import STAMP, read_record
+from converter.errors import ConverterError
+from converter.files.checkpoint import Checkpoint
+from converter.files.record import digests, read_record
 from converter.measure.metrics import Comparison, Tally, batches, predictions
 from converter.measure.models import RunnableCheckpoint, pick_device
 from converter.measure.vocabulary import common_ids
@@ -64,16 +64,9 @@ def verify(
 
 
 def expected_kl(path: Path) -> float | None:
-    """The KL to its source that a converted checkpoint's own `conversion.json` reports."""
-    verification = (read_record(path) or {}).get("verification")
-    if not verification:
+    """The KL to its source that a checkpoint's own record reports, if the record speaks of these weights."""
+    record = read_record(path)
+    kl = record.expected_kl if record is not None else None
+    if record is None or kl is None or not record.speaks_of(digests(Checkpoint.open(path), ())):
         return None
-    try:
-        kl = float(verification["total"]["kl"])
-        if not math.isfinite(kl):
-            raise ValueError(f"it is {kl}")
-        return kl
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise CheckpointError(
-            "the record of the conversion has no KL of its verification", where=str(path / STAMP), why=repr(error)
-        ) from error
+    return kl

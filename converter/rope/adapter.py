@@ -18,11 +18,11 @@ from converter.families.opened import SourceModel
 from converter.families.rotating import stored_orders
 from converter.files.container import read_json
 from converter.files.output import OutputFolder, disk_errors
-from converter.files.record import STAMP, read_stamp
+from converter.files.record import RECORD, Digests, digests_of, read_record, save_record
 from converter.files.safetensors import SafetensorsFile
 from converter.layout import Rows
 from converter.rope.moves import Move
-from converter.rope.settle import declared_voices, settle, stamped
+from converter.rope.settle import declared_voices, settle, swap_entry
 from converter.rope.swap import Say, SwapReport, copy_with_moves, look, open_source
 from converter.spec import RopeLayout
 
@@ -65,23 +65,36 @@ def swap_adapter(
     folder = Path(adapter)
     config = _read_config(folder)
     source = open_source(base or _base_of(config, folder))
-    stamp = read_stamp(folder)
+    file = SafetensorsFile(folder / _WEIGHTS)
+    moves = _plan(file, source, to, config)
+    record = read_record(folder)
+    if record is not None and not record.speaks_of_rows(_digests(file, moves)):
+        record = None
+    stamp = record.layout if record is not None else None
     if stamp is to:
-        raise ConverterError(f"the rows are {to.value} already", where=str(folder), why=f"{STAMP} says so")
+        raise ConverterError(f"the rows are {to.value} already", where=str(folder), why=f"{RECORD} says so")
     voices = {"the adapter's stamp": stamp.value} if stamp is not None else {}
     voices |= declared_voices(source, to, claimed)
     settlement = settle(source, to, voices, claimed, look(source, None))
-    file = SafetensorsFile(folder / _WEIGHTS)
-    moves = _plan(file, source, to, config)
     say(f"Will move rows in {len(moves)} of {len(file.layout)} tensors of the adapter")
     inputs = (folder, source.checkpoint.opened)
     with OutputFolder(Path(target), overwrite=overwrite, inputs=inputs) as output, disk_errors(output.partial):
         for each in sorted(path for path in folder.iterdir() if path.is_file()):
             copy_with_moves(each, output.partial / each.name, moves if each == file.path else ())
-        (output.partial / STAMP).write_text(stamped(folder, source, settlement, to, len(moves)), encoding="utf-8")
+        history = (record.content.get("rope_swaps") or []) if record is not None else []
+        entry = swap_entry(settlement, to, len(moves))
+        content = {"rope": {"layout": to.value}, "rope_swaps": [*history, entry]}
+        save_record(output.partial, content, _digests(SafetensorsFile(output.partial / _WEIGHTS), moves))
         output.commit()
     moved = sum(move.nbytes for move in moves)
     return SwapReport(settlement.layout.value, to.value, len(moves), moved, None, settlement.voices)
+
+
+def _digests(file: SafetensorsFile, moves: list[Move]) -> Digests:
+    return digests_of(
+        {name: (layout, file.path, file.span(name)[0]) for name, layout in file.layout.items()},
+        [move.name for move in moves],
+    )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ import numpy as np
 from converter.errors import CheckpointError
 from converter.files.direct_io import PAGE, PIECE, NewFile, aligned_buffer, beside, mapped, write_at
 from converter.files.output import fsync
-from converter.files.record import STAMP
+from converter.files.record import RECORD
 from converter.rope.moves import Move
 from converter.rope.settle import Settlement
 from converter.spec import RopeLayout
@@ -47,9 +47,9 @@ class Plan:
     settlement: Settlement
     to: RopeLayout
     moves: list[Move]
-    #: The text of the stamp afterwards, and before; None where there was none.
-    stamp: str
-    old_stamp: str | None
+    #: The content of the record afterwards, and its text before; None where there was none.
+    record: dict[str, Any]
+    old_record: str | None
     #: CRC-32 of each move's bytes before it.
     old_sums: list[int]
 
@@ -60,8 +60,8 @@ class Plan:
             "to": self.to.value,
             "voices": self.settlement.voices,
             "note": self.settlement.note,
-            "stamp": self.stamp,
-            "old_stamp": self.old_stamp,
+            "record": self.record,
+            "old_record": self.old_record,
             "old_sums": self.old_sums,
             "moves": [
                 {**vars(move), "file": move.file.relative_to(root).as_posix(), "order": move.order.tolist()}
@@ -82,7 +82,7 @@ class Plan:
             Move(**{**move, "file": root / move["file"], "order": np.array(move["order"])}) for move in facts["moves"]
         ]
         settlement = Settlement(RopeLayout(facts["from"]), facts["voices"], facts["note"])
-        return cls(settlement, RopeLayout(facts["to"]), moves, facts["stamp"], facts["old_stamp"], facts["old_sums"])
+        return cls(settlement, RopeLayout(facts["to"]), moves, facts["record"], facts["old_record"], facts["old_sums"])
 
 
 def _sha256(text: str) -> str:
@@ -181,13 +181,13 @@ class Journal:
                 syncing.result()
 
     def put_back(self, plan: Plan) -> None:
-        """Restore every byte that the plan changes, and the stamp; then there is no journal."""
+        """Restore every byte that the plan changes, and the record; then there is no journal."""
         for old, target, place, move in self._opened(plan.moves):
             for offset in range(0, move.nbytes, PIECE):
                 size = min(PIECE, move.nbytes - offset)
                 write_at(target, mapped(old, place + offset, place + offset + size), move.start + offset)
         sync(plan.moves)
-        self.finish(plan.old_stamp)
+        self.finish(plan.old_record)
 
     def _opened(self, moves: list[Move]) -> Iterator[tuple[int, int, int, Move]]:
         """(open journal, open file, place in the journal, move)."""
@@ -196,12 +196,12 @@ class Journal:
                 with move.file.open("r+b", buffering=0) as target:
                     yield old.fileno(), target.fileno(), place, move
 
-    def finish(self, stamp: str | None) -> None:
-        """Set the stamp, and remove the journal: the swap is done, or undone, and on the disk."""
-        if stamp is None:
-            (self.root / STAMP).unlink(missing_ok=True)
+    def finish(self, record: str | None) -> None:
+        """Set the record, and remove the journal: the swap is done, or undone, and on the disk."""
+        if record is None:
+            (self.root / RECORD).unlink(missing_ok=True)
         else:
-            self.replace(self.root / STAMP, stamp)
+            self.replace(self.root / RECORD, record)
         self.plan.unlink()
         fsync(self.folder)
         shutil.rmtree(self.folder)

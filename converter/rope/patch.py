@@ -14,13 +14,14 @@ from pathlib import Path
 
 from converter.errors import CheckpointError, ConverterError
 from converter.families.opened import SourceModel
+from converter.families.rotating import source_digests
 from converter.files.direct_io import beside
 from converter.files.output import disk_errors
-from converter.files.record import STAMP
+from converter.files.record import RECORD, record_text
 from converter.rope.journal import Journal, Plan, sync
 from converter.rope.moves import Move, plan_moves
 from converter.rope.scores import Rows, compare_scores, read_rows
-from converter.rope.settle import declared_voices, settle, stamped
+from converter.rope.settle import declared_voices, settle, swapped_record
 from converter.rope.swap import Say, SwapReport, announcement, look, make_report, open_source, other_weights
 from converter.spec import RopeLayout
 
@@ -51,10 +52,10 @@ def swap_in_place(
         with journal.saving(moves):
             settlement = settle(opened, to, voices, claimed, look(opened, text))
             before = read_rows(opened)
-        stamp_file = folder / STAMP
-        old_stamp = stamp_file.read_text(encoding="utf-8") if stamp_file.exists() else None
-        stamp = stamped(folder, opened, settlement, to, len(moves))
-        plan = Plan(settlement, to, moves, stamp, old_stamp, journal.old_sums)
+        file = folder / RECORD
+        old_record = file.read_text(encoding="utf-8") if file.exists() else None
+        record = swapped_record(opened, settlement, to, len(moves))
+        plan = Plan(settlement, to, moves, record, old_record, journal.old_sums)
         journal.begin(plan)
         journal.apply(moves, untouched=True)
         return _finish(opened, journal, plan, before)
@@ -93,7 +94,7 @@ def _finish(source: SourceModel, journal: Journal, plan: Plan, before: Rows) -> 
     except Exception:
         journal.put_back(plan)
         raise
-    journal.finish(plan.stamp)
+    journal.finish(record_text(plan.record, source_digests(source)))
     return make_report(source, plan.moves, plan.settlement, plan.to, error, other_weights(source))
 
 

@@ -8,14 +8,15 @@ checkpoint that somebody converted wrongly is repaired.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from converter import __version__
 from converter.errors import ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
-from converter.files.json_text import to_json
-from converter.files.record import STAMP, read_record
+from converter.families.rotating import described, source_digests
+from converter.files.record import RECORD, read_record
 from converter.rope.detect import Detection
 from converter.spec import RopeLayout
 
@@ -30,40 +31,38 @@ class Settlement:
     note: str | None = None
 
 
-def stamped(folder: Path, source: SourceModel, settlement: Settlement, to: RopeLayout, tensors: int) -> str:
-    """The text of a conversion.json with the new layout, and this swap added to its history."""
-    content = read_record(folder) or {}
-    rope = content.get("rope") or {}
-    if source.spec.rope is not None:
-        rope = {
-            "theta": source.spec.rope.theta,
-            "rotary_dim": source.spec.rope.rotary_dim,
-            "scaling": source.spec.rope.scaling,
-            **rope,
-        }
-    content["rope"] = {**rope, "layout": to.value}
-    swap = {
+def swap_entry(settlement: Settlement, to: RopeLayout, tensors: int) -> dict[str, Any]:
+    """What a record's history of swaps says of one."""
+    return {
         "tool_version": __version__,
         "from": settlement.layout.value,
         "to": to.value,
         "tensors": tensors,
         "evidence": settlement.voices,
     }
-    content["rope_swaps"] = [*(content.get("rope_swaps") or []), swap]
-    return to_json(content) + "\n"
+
+
+def swapped_record(source: SourceModel, settlement: Settlement, to: RopeLayout, tensors: int) -> dict[str, Any]:
+    """The record of a checkpoint whose rows went into layout `to`: what is known of these weights, and this swap."""
+    record = read_record(source.checkpoint.path)
+    ours = record is not None and record.speaks_of(source_digests(source))
+    content: Mapping[str, Any] = record.content if ours and record is not None else {}
+    history = [*(content.get("rope_swaps") or []), swap_entry(settlement, to, tensors)]
+    return described(source, content, to) | {"rope_swaps": history}
 
 
 def declared_voices(source: SourceModel, to: RopeLayout | None, claimed: RopeLayout | None) -> dict[str, str]:
     """The voices that need no weights. Raises where the stamp alone ends the matter."""
     if source.spec.rope is None:
         raise UnsupportedError(f"a {source.family.name} has no RoPE, so there is nothing to swap", where=source.where)
+    assert source.declared_layout is not None
     stamp = source.stamp
     voices = {"--from": claimed.value} if claimed else {}
     if stamp is None:
-        return voices | {f"the declaration of family '{source.family.name}'": source.spec.rope.layout.value}
-    voices[f"the stamp in {STAMP}"] = stamp.value
+        return voices | {f"the declaration of family '{source.family.name}'": source.declared_layout.value}
+    voices[f"the stamp in {RECORD}"] = stamp.value
     if to is not None and stamp is to and (claimed is None or claimed is stamp):
-        raise already(source, to, f"the stamp in {STAMP} says so")
+        raise already(source, to, f"the stamp in {RECORD} says so")
     if claimed is not None and claimed is not stamp:
         raise _disagreement(source, voices)
     return voices

@@ -11,16 +11,16 @@ from typing import Any
 
 from converter.errors import ConverterError, did_you_mean
 from converter.families.opened import SourceModel
-from converter.families.rotating import rotating_mappings
+from converter.families.rotating import rotating_mappings, source_digests
 from converter.files.checkpoint import Checkpoint
 from converter.files.direct_io import NewFile, will_need
 from converter.files.hub import local_path
 from converter.files.output import OutputFolder, disk_errors
-from converter.files.record import STAMP
+from converter.files.record import RECORD, save_record
 from converter.rope.detect import Detection, detect_source
 from converter.rope.moves import Move, plan_moves, refuse_quantised, total_bytes
 from converter.rope.scores import compare_scores, read_rows
-from converter.rope.settle import Settlement, declared_voices, settle, stamped
+from converter.rope.settle import Settlement, declared_voices, settle, swapped_record
 from converter.spec import QKNorm, RopeLayout
 
 Say = Callable[[str], None]
@@ -101,7 +101,8 @@ def swap(
         after = read_rows(opened, {move.name: (places[move.file], move.start) for move in moves})
         error = compare_scores(opened.spec, read_rows(opened), settlement.layout, after, to)
         with disk_errors(output.partial):
-            (output.partial / STAMP).write_text(stamped(root, opened, settlement, to, len(moves)), encoding="utf-8")
+            record = swapped_record(opened, settlement, to, len(moves))
+            save_record(output.partial, record, source_digests(SourceModel.open(output.partial)))
         output.commit()
     return make_report(opened, moves, settlement, to, error, left_behind)
 
@@ -184,7 +185,7 @@ def make_report(
     if source.declared_layout is not None and to is not source.declared_layout:
         notes.append(
             f"{source.family.model_class} of transformers reads {source.declared_layout.value} and would compute "
-            f"something else from these rows; {STAMP} says what they are"
+            f"something else from these rows; {RECORD} says what they are"
         )
     return SwapReport(
         settlement.layout.value,
@@ -238,7 +239,7 @@ def other_weights(source: SourceModel) -> tuple[str, ...]:
 def _copy_others(source: SourceModel, folder: Path) -> tuple[str, ...]:
     """Config, tokenizer and the like; the names of other weights, which are left behind."""
     for file in _others(source):
-        if file.suffix in _WEIGHTS:
+        if file.suffix in _WEIGHTS or file == source.checkpoint.path / RECORD:
             continue
         place = folder / file.relative_to(source.checkpoint.path)
         place.parent.mkdir(parents=True, exist_ok=True)
