@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from converter.errors import CheckpointError, ConverterError, ResourceError
+from converter.files.record import RECORD
 
 #: A folder with one of these is a checkpoint, and may be replaced by another.
 _MARKS = ("config.json", RECORD)
