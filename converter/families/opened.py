@@ -73,7 +73,7 @@ class SourceModel:
         except ConverterError as error:
             on_fault(error)
         self.config_accounts: dict[str, str] = config.accounts
-        #: What the config's reader noted.
+        #: What a user should know of how config and files were read.
         self.notes: list[str] = [*checkpoint.remarks, *self._how_the_family_is_known(), *config.notes]
         self._account_for_token_ids()
         #: Bare tensor name -> the roles it holds, as "layers.0.q.weight".
