@@ -229,6 +229,7 @@ def recipes_check(file: str) -> None:
 @click.option("--text", multiple=True, type=_FILE, help="Text for calibration; a tenth is held out to measure on.")
 @click.option("--eval-text", multiple=True, type=_FILE, help="Text to measure on, instead of the held-out tenth.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: the source's.")
+@click.option("--trim-vocab", is_flag=True, help="Drop rows of embeddings and head that have no token: padding.")
 @_device
 @click.option("--max-shard-size", default="5GB", show_default=True)
 @click.option("--dry-run", is_flag=True, help="Show the plan, made on meta tensors, and write nothing.")
@@ -244,6 +245,7 @@ def convert(
     text: tuple[Path, ...],
     eval_text: tuple[Path, ...],
     dtype: DtypeName | None,
+    trim_vocab: bool,
     device: str,
     max_shard_size: str,
     dry_run: bool,
@@ -266,7 +268,7 @@ def convert(
     if dry_run:
         from converter.show.tables import plan_tables
 
-        plan = conversion.plan_conversion(source, recipe, overrides, dtype)
+        plan = conversion.plan_conversion(source, recipe, overrides, dtype, trim_vocab)
         conversion.check_conversion(plan, target, text, eval_text, max_shard_size, overwrite, resume)
         if as_json:
             click.echo(to_json(plan.to_dict()))
@@ -282,6 +284,7 @@ def convert(
             text=text,
             eval_text=eval_text,
             dtype=dtype,
+            trim_vocab=trim_vocab,
             device=device,
             max_shard_size=max_shard_size,
             overwrite=overwrite,

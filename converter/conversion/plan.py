@@ -21,8 +21,10 @@ from converter.errors import ConverterError, RecipeError, UnsupportedError, did_
 from converter.families import TargetFamily, families
 from converter.families.opened import SourceModel
 from converter.files.safetensors import num_bytes
+from converter.measure.vocabulary import Vocabulary
 from converter.ops import Notes, Op
 from converter.ops.cast import Cast
+from converter.ops.trim_vocabulary import TrimVocabulary
 from converter.spec import ModelSpec
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -134,6 +136,33 @@ def make_plan(source: SourceModel, recipe: Recipe, dtype: DtypeName | None = Non
     final_dtype = cast(DtypeName, getattr(recipe.steps[-1], "dtype", "float32"))
     plan = Plan(source, recipe, target, steps, target_spec, final_dtype, {}, (), 0)
     return _dry_run(plan)
+
+
+def without_padding(recipe: Recipe, source: SourceModel) -> Recipe:
+    """The recipe with a first step that drops the rows of embeddings and head that have no token.
+
+    Raises ConverterError where no tokenizer says which those are, or where the config names one of them.
+    """
+    tokens = Vocabulary.of(source).tokens
+    if tokens is None:
+        raise ConverterError(
+            "the checkpoint has no tokenizer, so which rows are padding is not known",
+            where="--trim-vocab",
+            fix="Put the tokenizer's files beside the weights",
+        )
+    for name, value in source.token_ids().items():
+        if any(token >= tokens for token in (value if isinstance(value, list) else [value]) if token is not None):
+            raise ConverterError(
+                f"{name} is {value}, and the tokenizer has {tokens} tokens",
+                where="--trim-vocab",
+                why="the row of that token would go as padding",
+                fix="Correct the id in config.json and generation_config.json",
+            )
+    if tokens == source.spec.vocab_size:
+        return recipe
+    places = list(recipe.places) or [recipe.name] * len(recipe.steps)
+    steps = (TrimVocabulary(tokens), *recipe.steps)
+    return dataclasses.replace(recipe, steps=steps, places=("--trim-vocab", *places))
 
 
 def _with_cast(recipe: Recipe, dtype: DtypeName | None, source_dtype: str) -> Recipe:

@@ -14,7 +14,7 @@ import torch
 
 from converter import __version__
 from converter.conversion.finish import AFTER_THE_WALK, Written
-from converter.conversion.plan import DtypeName, Plan, make_plan
+from converter.conversion.plan import DtypeName, Plan, make_plan, without_padding
 from converter.conversion.recipe import Recipe, load_recipe, with_overrides
 from converter.conversion.report import ConversionReport, make_report
 from converter.conversion.resume import Journal
@@ -37,8 +37,12 @@ def plan_conversion(
     recipe: str | Recipe | None = None,
     overrides: Iterable[str] = (),
     dtype: DtypeName | None = None,
+    trim_vocab: bool = False,
 ) -> Plan:
-    """The plan for a checkpoint and a recipe (a shipped name, a file, or None for the family's own)."""
+    """The plan for a checkpoint and a recipe (a shipped name, a file, or None for the family's own).
+
+    With `trim_vocab` its first step drops the rows of embeddings and head that have no token.
+    """
     opened = source if isinstance(source, SourceModel) else SourceModel.open(source)
     opened.check_contents()
     Vocabulary.of(opened).check()  # and the tokenizer loads
@@ -50,7 +54,8 @@ def plan_conversion(
             )
     if isinstance(recipe, str):
         recipe = load_recipe(recipe)
-    return make_plan(opened, with_overrides(recipe, overrides), dtype)
+    recipe = with_overrides(recipe, overrides)
+    return make_plan(opened, without_padding(recipe, opened) if trim_vocab else recipe, dtype)
 
 
 def check_conversion(
@@ -67,7 +72,20 @@ def check_conversion(
     inputs = (plan.source.checkpoint.opened, *as_paths(text), *as_paths(eval_text))
     OutputFolder(Path(target), overwrite=overwrite, resume=resume, inputs=inputs).check()
     if text or eval_text:
-        gather_texts(plan, as_paths(text), as_paths(eval_text))
+        check_ids_are_kept(plan, gather_texts(plan, as_paths(text), as_paths(eval_text)))
+
+
+def check_ids_are_kept(plan: Plan, texts: Texts) -> None:
+    """Raise ConverterError where a text has ids whose rows are not in the result."""
+    rows = plan.target_spec.vocab_size
+    for windows in (texts.calibration, texts.evaluation):
+        largest = -1 if windows is None else int(windows.ids.max(initial=-1))
+        if largest >= rows:
+            raise ConverterError(
+                f"the text has the id {largest}, and the result has {rows} rows",
+                why="the rows beyond them are dropped as padding, and this text uses them",
+                fix="Give text of the checkpoint's own tokens",
+            )
 
 
 def convert(
@@ -79,6 +97,7 @@ def convert(
     text: str | Path | Sequence[str | Path] = (),
     eval_text: str | Path | Sequence[str | Path] = (),
     dtype: DtypeName | None = None,
+    trim_vocab: bool = False,
     device: str = "auto",
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
@@ -88,14 +107,18 @@ def convert(
 ) -> ConversionReport:
     """Convert the checkpoint in folder `source` into the folder `target`.
 
-    `text` are files for calibration, of which a tenth is held out to measure damage on unless
-    `eval_text` names other files. `resume` goes on from the last finished block, or the last finished step after
-    the blocks, of a run of the same conversion that was stopped. Raises a ConverterError for bad input, and
-    VerificationError where an exact op did not keep the function or the written files compute something else than
-    the conversion.
+    `trim_vocab` drops rows of embeddings and head that have no token. `text` are files for calibration, of which a
+    tenth is held out to measure damage on unless `eval_text` names other files. `resume` goes on from the last
+    finished block, or the last finished step after the blocks, of a run of the same conversion that was stopped.
+    Raises a ConverterError for bad input, and VerificationError where an exact op did not keep the function or the
+    written files compute something else than the conversion.
     """
     conversion = Conversion.open(
-        source, recipe, overrides, dtype, device=device, max_shard_size=max_shard_size, verify=verify, progress=progress
+        *(source, recipe, overrides, dtype, trim_vocab),
+        device=device,
+        max_shard_size=max_shard_size,
+        verify=verify,
+        progress=progress,
     )
     inputs = (conversion.plan.source.checkpoint.opened, *as_paths(text), *as_paths(eval_text), *recipe_files(recipe))
     with OutputFolder(Path(target), overwrite=overwrite, resume=resume, inputs=inputs) as output:
@@ -127,6 +150,7 @@ class Conversion:
         recipe: str | Recipe | None = None,
         overrides: Iterable[str] = (),
         dtype: DtypeName | None = None,
+        trim_vocab: bool = False,
         *,
         device: str = "auto",
         max_shard_size: str | int = "5GB",
@@ -137,7 +161,7 @@ class Conversion:
         progress = progress or Progress()
         opened = SourceModel.open(source)
         source_hash = SourceHash(opened.checkpoint).start()
-        plan = plan_conversion(opened, recipe, overrides, dtype)
+        plan = plan_conversion(opened, recipe, overrides, dtype, trim_vocab)
         for warning in warnings(opened):
             progress.say(f"Note: {warning.rstrip('.')}.")
         return cls(plan, pick_device(device), parse_size(max_shard_size), verify, progress, source_hash)
@@ -148,6 +172,7 @@ class Conversion:
         """Read the text, where something is calibrated or measured."""
         if self.verify or calibrated_step(self.plan) is not None:
             self.texts = gather_texts(self.plan, as_paths(text), as_paths(eval_text))
+            check_ids_are_kept(self.plan, self.texts)
 
     def fingerprint(self) -> dict[str, Any]:
         """What makes two runs the same conversion."""

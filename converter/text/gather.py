@@ -133,5 +133,5 @@ def _sample(documents: Sequence[str], characters: int) -> dict[str, str]:
 def _random_windows(plan: Plan) -> Windows:
     spec = plan.source.spec
     length = min(spec.context, 256)
-    ids = np.random.default_rng(0).integers(0, spec.vocab_size, (4, length), dtype=np.int64)
+    ids = np.random.default_rng(0).integers(0, plan.target_spec.vocab_size, (4, length), dtype=np.int64)
     return Windows(ids, np.full(4, length, dtype=np.int64))
