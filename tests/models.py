@@ -241,7 +241,7 @@ class Converted:
             self.spec = op.change(spec)
             for ref, block in self.blocks.items():
                 given = calibration if ref == HEAD else None
-                self.blocks[ref] = op.apply(block, spec, ref, self.notes[ref], given)
+                self.blocks[ref] = op.apply(block, spec, self.notes[ref], given)
         return self
 
     def logits(self, ids: Tensor) -> Tensor:

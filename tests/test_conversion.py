@@ -452,8 +452,8 @@ def test_an_exact_op_that_changes_the_function_fails_the_conversion(
 ) -> None:
     right = UntieHead.apply
 
-    def wrong(self: UntieHead, block: Block, spec: Any, ref: Any, *rest: Any) -> Block:
-        return fault(right(self, block, spec, ref, *rest)) if ref.kind == "head" else block
+    def wrong(self: UntieHead, block: Block, spec: Any, notes: Any, *rest: Any) -> Block:
+        return fault(right(self, block, spec, notes, *rest)) if notes.ref.kind == "head" else block
 
     monkeypatch.setattr(UntieHead, "apply", wrong)
     source = models.save(models.gpt2(), tmp_path / "source")

@@ -37,9 +37,7 @@ class ZeroBiases(Op):
     def change(self, spec: ModelSpec) -> ModelSpec:
         return spec
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
         return Block({r: t * 0 if r.endswith(".bias") and not r.startswith("up") else t for r, t in block.items()})
 
 

@@ -189,7 +189,7 @@ def test_every_exact_op_represents_every_pair_of_facts_or_refuses() -> None:
                 after = op.change(spec)
             except UnsupportedError:
                 continue
-            result = {ref: op.apply(block, spec, ref, Notes(ref), None) for ref, block in model.items()}
+            result = {ref: op.apply(block, spec, Notes(ref), None) for ref, block in model.items()}
             represented |= {op.name} if op.needed(spec) else set()
             if any(shapes_of(block) != block_shapes(after, ref) for ref, block in result.items()):
                 faults.append(f"{op.name}, {name}: other roles or shapes than its spec says")
@@ -268,5 +268,5 @@ def test_the_bias_of_a_normed_k_is_no_noise() -> None:
     op, ref = LearnedPositionsToRope(), BlockRef("layer", 0)
     for qk_norm in (None, QKNorm.PER_HEAD):
         spec = GPT2.replace(qk_norm=qk_norm)
-        bias = op.apply(random_model(spec)[ref], spec, ref, Notes(ref), None)["k.bias"]
+        bias = op.apply(random_model(spec)[ref], spec, Notes(ref), None)["k.bias"]
         assert bool(bias.any()) == (qk_norm is not None)

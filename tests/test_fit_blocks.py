@@ -37,10 +37,8 @@ class Damage(Op):
     def change(self, spec: ModelSpec) -> ModelSpec:
         return spec
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
-        return Block({**block, "down.weight": 0.7 * block["down.weight"]}) if ref.kind == "layer" else block
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
+        return Block({**block, "down.weight": 0.7 * block["down.weight"]}) if notes.ref.kind == "layer" else block
 
 
 def test_fitting_takes_damage_back(tmp_path: Path) -> None:

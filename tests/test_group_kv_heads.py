@@ -66,7 +66,7 @@ def test_heads_that_are_equal_up_to_their_bases_are_merged_exactly(heads: int, g
     some = {role: t[: heads * 16] for role, t in model.blocks[LAYER].items() if role.startswith(("k.", "v."))}
     block = alike(Block({**model.blocks[LAYER], **some}), spec, groups)
     op, notes = GroupKVHeads(groups), Notes(LAYER)
-    grouped = op.apply(block, spec, LAYER, notes, Given(states))
+    grouped = op.apply(block, spec, notes, Given(states))
     held_out = random(2, 40, 96, seed=1)
     wanted, after = attention(block, spec, held_out), op.change(spec)
     assert grouped["k.weight"].shape == grouped["v.weight"].shape == (groups * 16, 96)
@@ -106,8 +106,8 @@ def test_on_a_walk_shared_heads_keep_far_more_than_their_mean(tmp_path: Path) ->
     class MeanPooled(GroupKVHeads):
         name = "mean_pooled"
 
-        def apply(self, block: Block, spec: ModelSpec, ref: BlockRef, *given: Any) -> Block:
-            return mean_pooled(block, spec, self.kv_heads) if ref.kind == "layer" else block
+        def apply(self, block: Block, spec: ModelSpec, notes: Notes, *given: Any) -> Block:
+            return mean_pooled(block, spec, self.kv_heads) if notes.ref.kind == "layer" else block
 
     assert kl(GroupKVHeads(3)) < kl(MeanPooled(3)) / 3
 

@@ -203,7 +203,7 @@ def test_a_state_of_constant_projection_is_folded_exactly(source: SourceModel, i
     states[:, 0] = 0
     states[:, 0] = states.square().sum(-1).sqrt()  # a constant share of the norm
     spec = spec.replace(norm_eps=1e-12)
-    folded = FoldFinalNormBias(ridge=1e-12).apply(head, spec, HEAD, Notes(HEAD), Given(states[None]))
+    folded = FoldFinalNormBias(ridge=1e-12).apply(head, spec, Notes(HEAD), Given(states[None]))
     normed = run_final_norm(folded, spec.replace(final_norm_bias=False), states)
     wanted = (normed + head["final_norm.bias"]) @ head["head.weight"].T
     assert models.relative(normed @ folded["head.weight"].T, wanted) < 1e-6
@@ -325,16 +325,16 @@ def test_seven_biases_a_layer_and_every_dropped_one_reported(source: SourceModel
 def test_a_cast_counts_what_underflows_and_refuses_what_overflows() -> None:
     notes = Notes(BlockRef("layer", 2), origins={"up.weight": "h.2.mlp.c_fc.weight"})
     small = Block({"up.weight": torch.tensor([1.0, 1e-9, -1e-9, 0.0]), "down.weight": torch.tensor([1e-9])})
-    result = Cast("float16").apply(small, None, notes.block, notes, None)  # type: ignore[arg-type]
+    result = Cast("float16").apply(small, None, notes, None)  # type: ignore[arg-type]
     assert result["up.weight"].tolist() == [1.0, 0.0, 0.0, 0.0]
     assert result["up.weight"].dtype == torch.float16
     assert notes.facts == {"underflowed": 3}
     large = Block({"up.weight": torch.tensor([7e4, -7e4, 6e4])})
     with pytest.raises(UnsupportedError) as caught:
-        Cast("float16").apply(large, None, notes.block, notes, None)  # type: ignore[arg-type]
+        Cast("float16").apply(large, None, notes, None)  # type: ignore[arg-type]
     assert "2 of 3 values of layers.2.up.weight (from h.2.mlp.c_fc.weight) overflow in float16" in str(caught.value)
     assert "largest is 7e+04" in str(caught.value)
-    assert Cast("bfloat16").apply(large, None, notes.block, notes, None)["up.weight"].isfinite().all()  # type: ignore[arg-type]
+    assert Cast("bfloat16").apply(large, None, notes, None)["up.weight"].isfinite().all()  # type: ignore[arg-type]
 
 
 # What does not fit

@@ -110,7 +110,7 @@ def test_sinusoidal_positions_are_those_of_ctrl(spec: ModelSpec, ids: Tensor) ->
     states = reference.run_embeddings(block, sines, ids)
     torch.testing.assert_close(states, block["embed.weight"][ids] + wanted)
     rope = LearnedPositionsToRope()
-    folded = rope.apply(block, sines, EMBEDDINGS, Notes(EMBEDDINGS), None)
+    folded = rope.apply(block, sines, Notes(EMBEDDINGS), None)
     torch.testing.assert_close(folded["embed.weight"], block["embed.weight"] + wanted.mean(dim=0))
 
 
@@ -173,11 +173,13 @@ class MovedOnly(Op):
     def change(self, spec: ModelSpec) -> ModelSpec:
         return MOVE.change(spec)
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
-        moved = MOVE.apply(block, spec, ref, notes, calibration)
-        return moved if ref.kind != "layer" else Block({**moved, **{r: t for r, t in block.items() if "norm" not in r}})
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
+        moved = MOVE.apply(block, spec, notes, calibration)
+        return (
+            moved
+            if notes.ref.kind != "layer"
+            else Block({**moved, **{r: t for r, t in block.items() if "norm" not in r}})
+        )
 
 
 def test_scaled_writers_and_a_refitted_down_keep_what_moved_norms_lose(
@@ -202,8 +204,8 @@ def test_every_norm_moves_before_what_reads_it(spec: ModelSpec, states: Tensor) 
         ref: random_block(with_norm, ref, seed) for seed, ref in enumerate((EMBEDDINGS, LAYER, BlockRef("layer", 1)))
     }
     given = Given(states, source)
-    moved = {ref: MOVE.apply(block, with_norm, ref, Notes(ref), given) for ref, block in source.items()}
-    head = MOVE.apply(Block({"head.weight": states[0]}), with_norm, HEAD, Notes(HEAD), given)
+    moved = {ref: MOVE.apply(block, with_norm, Notes(ref), given) for ref, block in source.items()}
+    head = MOVE.apply(Block({"head.weight": states[0]}), with_norm, Notes(HEAD), given)
     assert set(moved[EMBEDDINGS]) == {"embed.weight", "positions.weight"}
     for kind in ("weight", "bias"):
         was = [source[ref][f"{norm}.{kind}"] for ref, norm in _NORMS]
@@ -215,7 +217,7 @@ def test_every_norm_moves_before_what_reads_it(spec: ModelSpec, states: Tensor) 
 
 def test_the_stream_is_brought_to_a_rms_of_one_and_nothing_else_changes(spec: ModelSpec, states: Tensor) -> None:
     block = random_block(spec, EMBEDDINGS)
-    moved = MOVE.apply(block, spec, EMBEDDINGS, Notes(EMBEDDINGS), Given(states, {EMBEDDINGS: block}))
+    moved = MOVE.apply(block, spec, Notes(EMBEDDINGS), Given(states, {EMBEDDINGS: block}))
     factor = float(moved["embed.weight"][0, 0] / block["embed.weight"][0, 0])
     assert factor == 2.0 ** round(torch.tensor(factor).log2().item())
     assert all(torch.equal(moved[role], factor * table) for role, table in block.items())
@@ -226,10 +228,10 @@ def test_the_stream_is_brought_to_a_rms_of_one_and_nothing_else_changes(spec: Mo
     for scale in (1.0, 0.06):
         embeddings = Block({role: scale * table for role, table in block.items()})
         given = Given(states, {EMBEDDINGS: embeddings})
-        table = MOVE.apply(embeddings, spec, EMBEDDINGS, Notes(EMBEDDINGS), given)["embed.weight"]
+        table = MOVE.apply(embeddings, spec, Notes(EMBEDDINGS), given)["embed.weight"]
         stream = Given(scale * states * (table / embeddings["embed.weight"])[0, 0], given.blocks)
         notes = Notes(LAYER)
-        result = MOVE.apply(layer, spec, LAYER, notes, stream)
+        result = MOVE.apply(layer, spec, notes, stream)
         gains = result["attn_norm.weight"]
         sizes = (scale * states).std(-1, correction=0)
         torch.testing.assert_close(gains, sizes.mean().expand(gains.shape))
@@ -240,7 +242,7 @@ def test_the_stream_is_brought_to_a_rms_of_one_and_nothing_else_changes(spec: Mo
 def test_sines_become_a_table(spec: ModelSpec, states: Tensor) -> None:
     sines = spec.replace(positions=Positions.SINUSOIDAL)
     block = random_block(sines, EMBEDDINGS)
-    moved = MOVE.apply(block, sines, EMBEDDINGS, Notes(EMBEDDINGS), Given(states, {EMBEDDINGS: block}))
+    moved = MOVE.apply(block, sines, Notes(EMBEDDINGS), Given(states, {EMBEDDINGS: block}))
     ids = torch.arange(2 * 9).view(2, 9)
     factor = moved["embed.weight"][0, 0] / block["embed.weight"][0, 0]
     given = reference.run_embeddings(block, sines, ids)
@@ -264,14 +266,14 @@ def test_deepnorm_goes_into_the_writers(spec: ModelSpec, states: Tensor) -> None
         block.update({role: torch.ones_like(gain) for role, gain in block.items() if role.endswith("norm.weight")})
     given = Given(states, source)
     notes = Notes(LAYER)
-    moved = MOVE.apply(source[LAYER], deep, LAYER, notes, given)
+    moved = MOVE.apply(source[LAYER], deep, notes, given)
     assert MOVE.change(deep).residual_scale == 1
     assert notes.errors["the attention reads"] == 0
     assert notes.errors["the next layer reads"] < 0.02
     read = reference.run_layer(moved, MOVE.change(deep), 0, states)
     right = reference.run_layer(source[LAYER], deep, 0, normed(source[EMBEDDINGS], "embed_norm", states, deep.norm_eps))
     assert models.relative(normed(source[LAYER], "mlp_norm", read, deep.norm_eps), right) < 0.05
-    plain = MOVE.apply(source[LAYER], deep.replace(residual_scale=1.0), LAYER, Notes(LAYER), given)
+    plain = MOVE.apply(source[LAYER], deep.replace(residual_scale=1.0), Notes(LAYER), given)
     read = reference.run_layer(plain, MOVE.change(deep), 0, states)
     assert models.relative(normed(source[LAYER], "mlp_norm", read, deep.norm_eps), right) > 0.2
 
@@ -310,9 +312,7 @@ class Rescale(Op):
     def change(self, spec: ModelSpec) -> ModelSpec:
         return spec.replace(norm_eps=spec.norm_eps * self.factor**2)
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
         writers = ("embed.weight", "positions.weight", "o.weight", "o.bias", "down.weight", "down.bias")
         return Block({role: self.factor * t if role in writers else t for role, t in block.items()})
 

@@ -16,7 +16,7 @@ from test_rope_containers import EVEN, meta_folder
 from test_rope_families import make
 
 import converter
-from converter.blocks import Block, BlockRef
+from converter.blocks import Block
 from converter.cli.main import main
 from converter.conversion.recipe import load_recipe
 from converter.errors import ConverterError
@@ -78,11 +78,9 @@ class NotesOfEveryBlock(UntieHead):
     def change(self, spec: ModelSpec) -> ModelSpec:
         return spec
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
-        if ref.kind != "layer" or ref.index == 2:
-            notes.errors["of it"] = {"embeddings": 0.1, "layer": 0.2, "head": 0.3}[ref.kind]
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
+        if notes.ref.kind != "layer" or notes.ref.index == 2:
+            notes.errors["of it"] = {"embeddings": 0.1, "layer": 0.2, "head": 0.3}[notes.ref.kind]
         return block
 
 

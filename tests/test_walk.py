@@ -37,7 +37,7 @@ def logits(plan, windows, prefix):
     def read(ref):
         block = plan.source.read_block(ref, torch.float32)
         for step in steps:
-            block = step.op.apply(block, step.before, ref, Notes(ref), None)
+            block = step.op.apply(block, step.before, Notes(ref), None)
         return Block({role: tensor.float() for role, tensor in block.items()})
 
     return models.run(read, steps[-1].after if steps else plan.source.spec, torch.from_numpy(windows.ids))
@@ -106,9 +106,9 @@ def test_a_broken_exact_op_is_named_with_the_first_block_that_drifts(plan):
     assert broken.op.name == "layernorm_to_rmsnorm"
 
     class Broken(type(broken.op)):
-        def apply(self, block, spec, ref, notes, calibration):
-            block = super().apply(block, spec, ref, notes, calibration)
-            second = ref.index == 1 and ref.kind == "layer"
+        def apply(self, block, spec, notes, calibration):
+            block = super().apply(block, spec, notes, calibration)
+            second = notes.ref.index == 1 and notes.ref.kind == "layer"
             return Block({**block, "v.weight": block["v.weight"] * 1.5}) if second else block
 
     steps = list(plan.steps)

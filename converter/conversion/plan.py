@@ -205,7 +205,7 @@ def _dry_run(plan: Plan) -> Plan:
         block = Block({role: torch.empty(shape, device="meta") for role, shape in shapes.items()})
         notes = Notes(ref)
         for step in plan.steps:
-            result = step.op.apply(block, step.before, ref, notes, None)
+            result = step.op.apply(block, step.before, notes, None)
             found = {role: tuple(tensor.shape) for role, tensor in result.items()}
             if found != block_shapes(step.after, ref):
                 raise UnsupportedError(

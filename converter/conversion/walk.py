@@ -64,7 +64,7 @@ class Findings:
         for key, value in notes.facts.items():
             self.facts[step][key] = self.facts[step].get(key, 0.0) + value
         for key, value in notes.errors.items():
-            self.errors[step].setdefault(key, {})[str(notes.block)] = value
+            self.errors[step].setdefault(key, {})[str(notes.ref)] = value
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -171,7 +171,7 @@ class Walk:
         for prefix, step in enumerate(self.plan.steps, start=1):
             notes = Notes(ref, origins, dict(self.findings.facts[prefix - 1]))
             notes.progress = self.progress or notes.progress
-            block = step.op.apply(current.block, step.before, ref, notes, self._calibration_for(prefix, moved_norm))
+            block = step.op.apply(current.block, step.before, notes, self._calibration_for(prefix, moved_norm))
             assert block.keys() == block_shapes(step.after, ref).keys(), f"{step.op.name} gives {ref} other roles"
             self.findings.note(prefix - 1, notes)
             previous, current = current, Variant(block, step.after)

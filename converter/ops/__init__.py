@@ -74,7 +74,7 @@ class Calibration(ABC):
 class Notes:
     """What an op wants told in the report."""
 
-    block: BlockRef
+    ref: BlockRef
     #: Role -> the tensor of the source that it came from, for messages.
     origins: Mapping[str, str] = field(default_factory=dict)
     #: The facts that the op noted of the blocks before this one, added up.
@@ -90,12 +90,12 @@ class Notes:
     def name(self, role: str) -> str:
         """A role in words that a user of the source recognises."""
         origin = self.origins.get(role)
-        return f"{self.block}.{role}" + (f" (from {origin})" if origin else "")
+        return f"{self.ref}.{role}" + (f" (from {origin})" if origin else "")
 
     def drop(self, role: str, reason: str, tensor: Tensor) -> None:
         """A role that the result does not hold, with its norm (nothing on meta tensors)."""
         norm = None if tensor.is_meta else float(tensor.double().norm())
-        self.dropped.append(Dropped(f"{self.block}.{role}", reason, norm))
+        self.dropped.append(Dropped(f"{self.ref}.{role}", reason, norm))
 
 
 class Op(ABC):
@@ -110,9 +110,9 @@ class Op(ABC):
     #: Whether it needs the source's activations beside the converted model's; for calibrated ops.
     follows_source: ClassVar[bool] = False
 
-    @abstractmethod
     def exact(self, spec: ModelSpec) -> bool:
         """Whether the function stays the same up to rounding, for a model of this spec."""
+        return False
 
     def needed(self, spec: ModelSpec) -> bool:
         """Whether there is anything to do; an op that is not needed changes nothing."""
@@ -123,9 +123,7 @@ class Op(ABC):
         """The spec afterwards. Raises UnsupportedError where the op does not fit."""
 
     @abstractmethod
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
         """One block afterwards, `spec` being the one before. Works on meta tensors without calibration."""
 
 

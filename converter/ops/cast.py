@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from converter.blocks import Block, BlockRef
+from converter.blocks import Block
 from converter.errors import UnsupportedError
 from converter.ops import Calibration, Notes, Op, op
 from converter.spec import ModelSpec
@@ -35,9 +35,7 @@ class Cast(Op):
     def change(self, spec: ModelSpec) -> ModelSpec:
         return spec
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
         return Block({role: self._cast(role, tensor, notes) for role, tensor in block.items()})
 
     def _cast(self, role: str, tensor: Tensor, notes: Notes) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from converter.blocks import Block, BlockRef
+from converter.blocks import Block
 from converter.errors import UnsupportedError
 from converter.ops import Calibration, Notes, Op, op
 from converter.spec import ModelSpec
@@ -49,7 +49,5 @@ class CutForRanks(Op):
                 )
         return spec.replace(ranks=self.ranks)
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
         return block  # the target cuts what has been written

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from converter.blocks import LINEARS, Block, BlockRef
+from converter.blocks import LINEARS, Block
 from converter.ops import Calibration, Notes, Op, op
 from converter.ops.least_squares import RIDGE, Moments, chunks, refit_down, require_plain_layer
 from converter.reference import after_attention, run_layer, run_norm
@@ -43,9 +43,6 @@ class DropBiases(Op):
     summary = "fold the layers' biases into the weights"
     calibrated = True
 
-    def exact(self, spec: ModelSpec) -> bool:
-        return False
-
     def _dropped(self, spec: ModelSpec) -> list[str]:
         return [part for part in LINEARS if part in spec.biases and not (self.keep == "qkv" and part in self.keep)]
 
@@ -58,10 +55,8 @@ class DropBiases(Op):
         moved = {"v"} if self.keep == "qkv" and "o" in dropped else set()
         return spec.replace(biases=(spec.biases - dropped) | moved)
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
-        if ref.kind != "layer" or not self.needed(spec):
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
+        if notes.ref.kind != "layer" or not self.needed(spec):
             return block
         dropped = self._dropped(spec)
         result = Block(block)
@@ -79,7 +74,7 @@ class DropBiases(Op):
         for norm, parts in _READERS.items():
             biased = [part for part in parts if f"{part}.bias" in result and part not in staying]
             if biased:
-                v, residual = _constant(norm, after, spec, ref.index, calibration)
+                v, residual = _constant(norm, after, spec, notes.ref.index, calibration)
                 for part in biased:
                     weight, bias = after[f"{part}.weight"], result[f"{part}.bias"]
                     folded = weight.double() + bias.double()[:, None] * v
@@ -87,8 +82,8 @@ class DropBiases(Op):
                     notes.drop(f"{part}.bias", "in the weights, but for this much", bias * residual)
         if "down" in dropped:
             notes.drop("down.bias", "in down.weight, as far as the neurons can stand in for it", block["down.bias"])
-        before = partial(run_layer, block, spec, ref.index)
-        return refit_down(after, self.change(spec), ref.index, calibration, before)
+        before = partial(run_layer, block, spec, notes.ref.index)
+        return refit_down(after, self.change(spec), notes.ref.index, calibration, before)
 
 
 def _move_to_v(block: Block, spec: ModelSpec, notes: Notes) -> Block:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from converter.blocks import Block, BlockRef
+from converter.blocks import Block
 from converter.ops import Calibration, Notes, Op, op
 from converter.spec import ModelSpec
 
@@ -17,19 +17,14 @@ class DropFinalNormBias(Op):
     name = "drop_final_norm_bias"
     summary = "leave the final norm's bias out"
 
-    def exact(self, spec: ModelSpec) -> bool:
-        return False
-
     def needed(self, spec: ModelSpec) -> bool:
         return spec.final_norm_bias
 
     def change(self, spec: ModelSpec) -> ModelSpec:
         return spec.replace(final_norm_bias=False)
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
-        if ref.kind == "head" and "final_norm.bias" in block:
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
+        if notes.ref.kind == "head" and "final_norm.bias" in block:
             notes.drop("final_norm.bias", "left out", block["final_norm.bias"])
             return block.without("final_norm.bias")
         return block

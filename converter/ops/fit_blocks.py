@@ -80,29 +80,24 @@ class FitBlocks(Op):
         if self.sequences < 1 or self.passes < 1:
             raise ValueError("must be 1 or more")
 
-    def exact(self, spec: ModelSpec) -> bool:
-        return False
-
     def needed(self, spec: ModelSpec) -> bool:
         return self.steps > 0
 
     def change(self, spec: ModelSpec) -> ModelSpec:
         return spec
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
-        if ref.kind != "layer" or calibration is None or self.steps == 0:
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
+        if notes.ref.kind != "layer" or calibration is None or self.steps == 0:
             return block
-        before = notes.errors["before"] = _error(block, spec, ref.index, calibration)
+        before = notes.errors["before"] = _error(block, spec, notes.ref.index, calibration)
         parameters = {role: tensor.clone().requires_grad_() for role, tensor in block.items()}
         steps = self._steps(calibration)
         with torch.enable_grad():
-            for step, loss in enumerate(self._fit(parameters, spec, ref.index, calibration, steps)):
-                notes.progress(f"fit {ref}, error {math.sqrt(loss):.1%}", step, steps)
+            for step, loss in enumerate(self._fit(parameters, spec, notes.ref.index, calibration, steps)):
+                notes.progress(f"fit {notes.ref}, error {math.sqrt(loss):.1%}", step, steps)
         fitted = Block({role: tensor.detach() for role, tensor in parameters.items()})
-        after = notes.errors["after"] = _error(fitted, spec, ref.index, calibration)
-        notes.progress(f"fit {ref}, error {before:.1%} before, {after:.1%} after", steps, steps)
+        after = notes.errors["after"] = _error(fitted, spec, notes.ref.index, calibration)
+        notes.progress(f"fit {notes.ref}, error {before:.1%} before, {after:.1%} after", steps, steps)
         return fitted
 
     def _steps(self, calibration: Calibration) -> int:

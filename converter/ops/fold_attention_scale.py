@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from converter.blocks import Block, BlockRef
+from converter.blocks import Block
 from converter.ops import Calibration, Notes, Op, op
 from converter.spec import ModelSpec
 
@@ -30,11 +30,9 @@ class FoldAttentionScale(Op):
     def change(self, spec: ModelSpec) -> ModelSpec:
         return spec.replace(attention_scales=(spec.standard_attention_scale,) * spec.num_layers)
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
-        if ref.kind != "layer" or not self.needed(spec):
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
+        if notes.ref.kind != "layer" or not self.needed(spec):
             return block
-        factor = spec.attention_scales[ref.index] / spec.standard_attention_scale
+        factor = spec.attention_scales[notes.ref.index] / spec.standard_attention_scale
         last = "q." if spec.qk_norm is None else "q_norm."
         return Block({role: tensor * factor if role.startswith(last) else tensor for role, tensor in block.items()})

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from converter.blocks import HEAD, Block, BlockRef
+from converter.blocks import HEAD, Block
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import require_plain_layer
 from converter.ops.post_ln_to_pre_ln import last_norm
@@ -61,9 +61,6 @@ class FoldFinalNormBias(Op):
         if not (math.isfinite(self.ridge) and self.ridge > 0):
             raise ValueError("must be a number above 0")
 
-    def exact(self, spec: ModelSpec) -> bool:
-        return False
-
     def needed(self, spec: ModelSpec) -> bool:
         return spec.final_norm_bias
 
@@ -79,13 +76,11 @@ class FoldFinalNormBias(Op):
             require("head" not in spec.biases, self.name, "the head has a bias, which this op does not look at")
         return spec.replace(final_norm_bias=False)
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
-        last = ref.kind == "layer" and ref.index == spec.num_layers - 1
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
+        last = notes.ref.kind == "layer" and notes.ref.index == spec.num_layers - 1
         if last and spec.final_norm_bias and "down.bias" in block and calibration is not None:
-            return self._shift_stream(block, spec, ref, notes, calibration)
-        if ref.kind != "head" or not spec.final_norm_bias:
+            return self._shift_stream(block, spec, notes, calibration)
+        if notes.ref.kind != "head" or not spec.final_norm_bias:
             return block
         bias = block["final_norm.bias"]
         notes.drop("final_norm.bias", "in the last down.bias and in head.weight, as far as they can hold it", bias)
@@ -94,13 +89,11 @@ class FoldFinalNormBias(Op):
             return result
         return self._fold(block, spec, notes, calibration)
 
-    def _shift_stream(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration
-    ) -> Block:
+    def _shift_stream(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration) -> Block:
         """The last layer with c in the bias of `down`; with as much of it as makes the KL smallest."""
         states = torch.cat(
             [
-                run_layer(block, spec, ref.index, calibration.inputs(rows))[calibration.mask(rows)]
+                run_layer(block, spec, notes.ref.index, calibration.inputs(rows))[calibration.mask(rows)]
                 for rows in torch.arange(calibration.count).split(_WINDOWS)
             ]
         )

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from converter.blocks import Block, BlockRef
+from converter.blocks import Block
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import chunks, refit_down, require_plain_layer
 from converter.ops.swiglu_fits import EXACT, FITS
@@ -76,10 +76,8 @@ class GeluToSwiglu(Op):
             biases=spec.biases | {"gate", "up"},
         )
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
-        if ref.kind != "layer":
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
+        if notes.ref.kind != "layer":
             return block
         fit = FITS[spec.activation, self.units]
         weight = block["up.weight"]
@@ -99,13 +97,13 @@ class GeluToSwiglu(Op):
             return result
         if self.units == 1:
             ladder = _LADDERS[spec.activation]
-            slopes, notes.errors["of the neurons"] = _slopes(ladder, block, spec, ref.index, calibration)
+            slopes, notes.errors["of the neurons"] = _slopes(ladder, block, spec, notes.ref.index, calibration)
             slopes = slopes / fit[0].a
             result["gate.weight"] = gate_weight * slopes[:, None]
             result["gate.bias"] = gate_bias * slopes
             result["up.bias"] = up_bias / slopes
-        before = partial(run_layer, block, spec, ref.index)
-        return refit_down(result, self.change(spec), ref.index, calibration, before)
+        before = partial(run_layer, block, spec, notes.ref.index)
+        return refit_down(result, self.change(spec), notes.ref.index, calibration, before)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from converter.blocks import Block, BlockRef
+from converter.blocks import Block
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import Moments, chunks, refit
 from converter.reference import attention_input, run_attention, run_heads, run_linear
@@ -47,9 +47,6 @@ class GroupKVHeads(Op):
     def __post_init__(self) -> None:
         if self.kv_heads < 1:
             raise ValueError("must be 1 or more")
-
-    def exact(self, spec: ModelSpec) -> bool:
-        return False
 
     def needed(self, spec: ModelSpec) -> bool:
         return self.kv_heads != spec.num_kv_heads
@@ -72,17 +69,15 @@ class GroupKVHeads(Op):
         require(spec.qk_norm is None, self.name, "q and k are normed, and a norm commutes with no change of basis")
         return spec.replace(num_kv_heads=self.kv_heads)
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
-        if ref.kind != "layer" or not self.needed(spec):
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
+        if notes.ref.kind != "layer" or not self.needed(spec):
             return block
         after = self.change(spec)
         if calibration is None:
             rows = after.key_value_size
             return Block({role: t[:rows] if role.startswith(("k.", "v.")) else t for role, t in block.items()})
         grouped = _grouped(block, spec, _pools(block, spec, self.kv_heads, calibration, notes))
-        return refit(grouped, "o", _attention(grouped, after, block, spec, ref.index, calibration))
+        return refit(grouped, "o", _attention(grouped, after, block, spec, notes.ref.index, calibration))
 
 
 #: P (K, d, g d) and T (K, g, d, d) of K groups of g heads of d rows: x* = P x of a group's rows x side by side, and

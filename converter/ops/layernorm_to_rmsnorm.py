@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from converter.blocks import Block, BlockRef
+from converter.blocks import Block
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.reference import position_table
 from converter.spec import ModelSpec, Norm, Positions
@@ -62,13 +62,11 @@ class LayerNormToRMSNorm(Op):
         positions = Positions.LEARNED if spec.absolute_positions else spec.positions  # centred sines are a table
         return spec.replace(norm=Norm.RMSNORM, norm_bias=False, biases=spec.biases | readers, positions=positions)
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
-        if ref.kind == "embeddings":
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
+        if notes.ref.kind == "embeddings":
             positions = {"positions.weight": position_table(block, spec)} if spec.absolute_positions else {}
             return Block({role: centre_rows(table) for role, table in (block | positions).items()})
-        if ref.kind == "head":
+        if notes.ref.kind == "head":
             return block
         readers = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up") if spec.gated_mlp else ("up",)}
         result = block.without("attn_norm.bias", "mlp_norm.bias")

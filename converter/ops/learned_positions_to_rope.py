@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from converter.blocks import Block, BlockRef
+from converter.blocks import Block
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.reference import position_table
 from converter.spec import ModelSpec, Positions, RopeLayout, RopeSpec
@@ -36,9 +36,6 @@ class LearnedPositionsToRope(Op):
         if not (math.isfinite(self.theta) and self.theta > 1):
             raise ValueError("must be a number above 1")
 
-    def exact(self, spec: ModelSpec) -> bool:
-        return False
-
     def change(self, spec: ModelSpec) -> ModelSpec:
         require(spec.absolute_positions, self.name, "the model adds no positions to its embeddings")
         require(spec.head_dim % 2 == 0, self.name, f"rotary pairs need an even head_dim, and it is {spec.head_dim}")
@@ -51,15 +48,13 @@ class LearnedPositionsToRope(Op):
         rope = RopeSpec(theta=self.theta, rotary_dim=spec.head_dim, layout=RopeLayout(self.layout))
         return spec.replace(positions=Positions.ROPE, rope=rope)
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
-        if ref.kind == "embeddings":
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
+        if notes.ref.kind == "embeddings":
             embed, positions = block["embed.weight"], position_table(block, spec).double()
             mean = positions.mean(dim=0)
             notes.drop("positions.weight", "positions beyond their mean, which is in embed.weight", positions - mean)
             return Block({**block.without("positions.weight"), "embed.weight": embed + mean.to(embed.dtype)})
-        if ref.kind == "layer" and "k.bias" in block and spec.qk_norm is None:
+        if notes.ref.kind == "layer" and "k.bias" in block and spec.qk_norm is None:
             notes.drop("k.bias", "does nothing before RoPE and would be noise after it; zeros", block["k.bias"])
             return Block({**block, "k.bias": torch.zeros_like(block["k.bias"])})
         return block

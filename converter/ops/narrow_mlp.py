@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from converter.blocks import Block, BlockRef
+from converter.blocks import Block
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.ops.least_squares import RIDGE, Moments, chunks, require_plain_layer
 from converter.reference import after_attention, run_neurons, run_norm
@@ -46,9 +46,6 @@ class NarrowMLP(Op):
         if self.multiple_of < 1:
             raise ValueError("must be 1 or more")
 
-    def exact(self, spec: ModelSpec) -> bool:
-        return False
-
     def _width(self, spec: ModelSpec) -> int:
         return self.width or compact_width(spec.hidden_size, self.multiple_of)
 
@@ -60,15 +57,13 @@ class NarrowMLP(Op):
         require_plain_layer(spec, self.name)
         return spec.replace(intermediate_size=min(self._width(spec), spec.intermediate_size))
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
-        if ref.kind != "layer" or not self.needed(spec):
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
+        if notes.ref.kind != "layer" or not self.needed(spec):
             return block
         width = self._width(spec)
         if calibration is None:
             return _keep(block, torch.arange(width), block["down.weight"][:, :width])
-        mean, gram = _moments(block, spec, ref.index, calibration, about_mean="down.bias" in block)
+        mean, gram = _moments(block, spec, notes.ref.index, calibration, about_mean="down.bias" in block)
         gram.diagonal().add_(RIDGE * float(gram.diagonal().mean()))
         down = block["down.weight"].double()
         kept, narrow = choose(gram, down, width)

@@ -57,9 +57,6 @@ class PostLNToPreLN(Op):
     summary = "move the norms before the sublayers, and scale what is written to the stream"
     calibrated = True
 
-    def exact(self, spec: ModelSpec) -> bool:
-        return False
-
     def change(self, spec: ModelSpec) -> ModelSpec:
         require(
             not spec.pre_norm,
@@ -86,21 +83,19 @@ class PostLNToPreLN(Op):
             biases=spec.biases | writers,
         )
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
         if calibration is None:
-            shapes, some = block_shapes(self.change(spec), ref), next(iter(block.values()))
+            shapes, some = block_shapes(self.change(spec), notes.ref), next(iter(block.values()))
             return Block({role: block[role] if role in block else some.new_empty(shapes[role]) for role in shapes})
-        if ref.kind == "embeddings":
+        if notes.ref.kind == "embeddings":
             return _scaled_embeddings(block, spec, _stream_scale(calibration))
-        if ref.kind == "head":
+        if notes.ref.kind == "head":
             return Block({**last_norm(spec.num_layers, calibration), **block})
-        layer = _Layer(block, spec, ref.index, calibration, self.change(spec))
+        layer = _Layer(block, spec, notes.ref.index, calibration, self.change(spec))
         layer.move_norms()
         layer.scale("attn_norm", "o")
         layer.scale("mlp_norm", "down")
-        layer.result = refit_down(layer.result, layer.after, ref.index, calibration, layer.wanted)
+        layer.result = refit_down(layer.result, layer.after, notes.ref.index, calibration, layer.wanted)
         notes.errors.update(layer.errors())
         return layer.result
 

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from converter.blocks import Block, BlockRef
+from converter.blocks import Block
 from converter.layout import head_counts, swap_rows
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.spec import ModelSpec, RopeLayout
@@ -37,11 +37,9 @@ class SwapRopeLayout(Op):
         assert spec.rope is not None
         return spec.replace(rope=dataclasses.replace(spec.rope, layout=RopeLayout(self.to)))
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
         assert spec.rope is not None
-        if ref.kind != "layer" or not self.needed(spec) or not spec.rope.rotates(ref.index):
+        if notes.ref.kind != "layer" or not self.needed(spec) or not spec.rope.rotates(notes.ref.index):
             return block
         heads = head_counts(spec)
         moved = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from converter.blocks import Block, BlockRef
+from converter.blocks import Block
 from converter.ops import Calibration, Notes, Op, op, require
 from converter.spec import ModelSpec
 
@@ -40,9 +40,7 @@ class TrimVocabulary(Op):
         require(self.tokens <= spec.vocab_size, self.name, f"there are {spec.vocab_size} rows, not {self.tokens}")
         return spec.replace(vocab_size=self.tokens or spec.vocab_size)
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
         if not self.needed(spec):
             return block
         for role in (role for role in _ROWS if role in block):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from converter.blocks import Block, BlockRef
+from converter.blocks import Block
 from converter.ops import Calibration, Notes, Op, op
 from converter.spec import ModelSpec
 
@@ -26,7 +26,5 @@ class UntieHead(Op):
     def change(self, spec: ModelSpec) -> ModelSpec:
         return spec.replace(tied_head=False)
 
-    def apply(
-        self, block: Block, spec: ModelSpec, ref: BlockRef, notes: Notes, calibration: Calibration | None
-    ) -> Block:
+    def apply(self, block: Block, spec: ModelSpec, notes: Notes, calibration: Calibration | None) -> Block:
         return block  # the head block holds head.weight in any case; the tie is a fact of the spec
