@@ -34,9 +34,9 @@ from converter.healing.report import HealReport
 from converter.healing.run import heal
 from converter.measure.models import quiet_transformers
 from converter.show.progress import Bars, progress
-from converter.text.documents import Corpus
-from converter.text.gather_heal import HealTexts
-from converter.text.windows import Document
+from converter.text.corpus import Corpus
+from converter.text.documents import Document
+from converter.text.gather import HealTexts
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-gpt2"
 #: How far the loss may be above that of the unhealed model at any evaluation.
@@ -111,7 +111,7 @@ def our_loop(student: Any, teacher: SourceModel | None, ids: np.ndarray[Any, Any
     """Our loop over rows of 256 tokens, 8 a step."""
     settings = HealSettings(tokens=10**9).replace(kl=float(teacher is not None), ce=float(teacher is None))
     documents = [Document(str(number), row) for number, row in enumerate(ids)]
-    texts = HealTexts(Corpus.of(list(ids)), documents[:8], "random tokens")
+    texts = HealTexts(Corpus.of(documents), documents[:8], "random tokens")
     return make_loop(Learner(student, {}, teacher), settings, texts, 256, start("cpu", settings, (), folder), folder)
 
 

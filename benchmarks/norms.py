@@ -20,8 +20,10 @@ from converter import reference as model
 from converter.blocks import Block, BlockRef, block_shapes, blocks
 from converter.families.opened import SourceModel
 from converter.spec import Activation, ModelSpec, Norm, Positions
+from converter.text.documents import documents_of
+from converter.text.gather import tokens_of
 from converter.text.stdlib import held_out_documents
-from converter.text.windows import Windows, documents_from_strings, windows
+from converter.text.windows import Windows, windows
 
 #: Tokens that the gradient is taken over.
 _TOKENS = 8192
@@ -58,7 +60,7 @@ def held_out_windows(path: Path) -> Windows:
     """Held-out modules in a checkpoint's tokens."""
     source = SourceModel.open(path)
     assert source.tokenizer is not None, "the checkpoint has no tokenizer"
-    documents = documents_from_strings(held_out_documents(), source.tokenizer, source.opening)
+    documents = documents_of(held_out_documents(), tokens_of(source))
     return windows(documents, source.spec.context, _TOKENS)
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from converter.ops import Calibration, Op
     from converter.rope.detect import detect as detect_rope
     from converter.rope.swap import swap as swap_rope
+    from converter.text.sources import TokenFile
 
 __all__ = [
     "Calibration",
@@ -53,6 +54,7 @@ __all__ = [
     "Loss",
     "Op",
     "TargetFamily",
+    "TokenFile",
     "check",
     "convert",
     "detect_rope",
@@ -79,6 +81,7 @@ _HOMES = {
     "Loss": "losses",
     "Op": "ops",
     "TargetFamily": "families",
+    "TokenFile": "text.sources",
     "check": "measure.check",
     "convert": "conversion.run",
     "detect_rope": "rope.detect:detect",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import models
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -75,10 +76,28 @@ def test_upgrade_converts_and_heals_with_one_recipe(gpt2, text, tmp_path):
     load_plain(out)
 
 
-def test_upgrade_refuses_text_that_a_conversion_cannot_read(gpt2, tmp_path):
-    done = invoke("upgrade", gpt2, tmp_path / "out", "--text", "corpus.jsonl")
-    assert done.exit_code == 2
-    assert "reads plain text, .npy and .bin files only" in done.output
+@pytest.mark.parametrize("kind", ["rows", "wide"])
+def test_both_halves_of_an_upgrade_hold_out_the_same(gpt2, kind, text, tmp_path, monkeypatch):
+    """T9. Both read any text; a `.bin` of other widths as well, and a folder."""
+    from converter.text import gather
+
+    splits = []
+    read = gather.read_split
+    monkeypatch.setattr(gather, "read_split", lambda *given: splits.append(read(*given)) or splits[-1])
+    options = ["--recipe", "gpt2-to-llama-naive", *SHORT]
+    (tmp_path / "texts").mkdir()
+    ids = np.load(text)
+    if kind == "wide":
+        stream = np.concatenate([np.append(row, 0) for row in ids])
+        stream.astype(np.uint32).tofile(tmp_path / "texts" / "ids.bin")
+        options += ["--token-bytes", "4"]
+    else:
+        np.save(tmp_path / "texts" / "part[1].npy", ids)
+    done = invoke("upgrade", gpt2, tmp_path / "out", "--text", tmp_path / "texts", *options)
+    assert done.exit_code == 0, done.output
+    one, other = (sorted(document.ids.tolist() for document in split.held_out) for split in splits)
+    assert one == other
+    assert one
 
 
 def test_a_wrong_setting_is_one_paragraph(llama, tmp_path):

@@ -19,7 +19,8 @@ from converter.losses import IGNORE, Loss, Top
 from converter.losses.cross_entropy import CrossEntropy, liger_kernel, liger_sum
 from converter.losses.hidden_states import hidden_state_loss
 from converter.losses.kl import KL
-from converter.text.documents import Corpus
+from converter.text.corpus import Corpus
+from converter.text.documents import Document
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCAB = 23, 8, 12, 61
 MIXED = (KL(0.7), CrossEntropy(0.4))
@@ -277,7 +278,7 @@ def sequences(rows: int, seed: int = 0) -> Any:
     """Packed sequences of random documents, the last one padded."""
     rng = np.random.default_rng(seed)
     documents = [rng.integers(0, VOCAB, size) for size in (9, 3, 17, 30, 1, 8, 21, 40, 5)]
-    return Batches(Corpus.of(documents), 16, rows, seed).step(0)
+    return Batches(Corpus.of([Document("", ids) for ids in documents]), 16, rows, seed).step(0)
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (5,), (3, 6, 9)])
@@ -311,7 +312,7 @@ def test_a_mean_of_means_is_another_step():
 
 def test_labels_are_shifted_once():
     """H4: the text 0, 1, 2, ... and a model that is sure of the next token; its teacher is another such model."""
-    step = Batches(Corpus.of([np.arange(20), np.arange(30, 45)]), 16, 3, seed=0).step(0)
+    step = Batches(Corpus.of([Document("", np.arange(20)), Document("", np.arange(30, 45))]), 16, 3, seed=0).step(0)
     sure = 50.0 * torch.eye(VOCAB, dtype=torch.float64).roll(1, 0)  # row v + 1 is what v's state points to
     states = torch.eye(VOCAB, dtype=torch.float64)[step.ids.flatten()]
     told = Told(2.0 * states, Head(sure / 2.0))

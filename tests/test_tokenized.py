@@ -19,8 +19,10 @@ from converter.errors import ConverterError, VerificationError
 from converter.files.tokenizer import load_tokenizer
 from converter.healing.batches import IGNORE, Batches, Sequences
 from converter.healing.packed import check_no_leak, run_packed, run_packed_layers
-from converter.text import documents as tokenized
-from converter.text.documents import Corpus, load_corpus
+from converter.text.corpus import Corpus, cached_split, load_corpus
+from converter.text.documents import Document, read
+from converter.text.tokens import ModelTokens
+from converter.text.windows import Split
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-gpt2"
 VOCAB, EOT = 4096, 0
@@ -32,7 +34,11 @@ def tokenizer():
 
 
 def load(tokenizer, *texts: str | Path, vocab_size: int = VOCAB, **options) -> Corpus:
-    return load_corpus(texts, tokenizer, vocab_size=vocab_size, end_of_text=EOT, **options)
+    return load_corpus(texts, ModelTokens(tokenizer, vocab_size, EOT, (EOT,)), **options)
+
+
+def of(*documents: list[int] | np.ndarray) -> Corpus:
+    return Corpus.of([Document("", np.array(ids)) for ids in documents])
 
 
 def texts_of(corpus: Corpus, tokenizer) -> list[str]:
@@ -45,7 +51,7 @@ def texts_of(corpus: Corpus, tokenizer) -> list[str]:
 def corpus(*lengths: int) -> Corpus:
     """Documents of these lengths; every token of all of them is different, and none is 0."""
     starts = np.cumsum([1, *lengths])
-    return Corpus.of([np.arange(start, start + length) for start, length in zip(starts[:-1], lengths, strict=True)])
+    return of(*(np.arange(start, start + length) for start, length in zip(starts[:-1], lengths, strict=True)))
 
 
 # --- load_corpus ----------------------------------------------------------------------------------------------
@@ -92,43 +98,60 @@ def test_jsonl_may_be_compressed_and_json_a_list(tokenizer, tmp_path):
         load(tokenizer, tmp_path)
 
 
+def cached(tokenizer, folder: Path, text: Path, *decisive: int) -> tuple[Corpus, Corpus, tuple[str, ...]]:
+    """The text, and the same as the held-out side."""
+    tokens = ModelTokens(tokenizer, VOCAB, EOT, (EOT,))
+
+    def make() -> Split:
+        reading = read([text], tokens)
+        return Split(reading.documents, reading.documents[1:], reading.notes)
+
+    return cached_split([text], tokens, decisive, folder, make)
+
+
 def test_the_cache_is_used_until_a_file_changes(mixed, tokenizer, tmp_path, monkeypatch):
-    plain, first = load(tokenizer, mixed), load(tokenizer, mixed, cache=tmp_path / "cache")
-    assert first.fingerprint == plain.fingerprint
-    assert np.array_equal(first.ids, plain.ids)
-    assert np.array_equal(first.offsets, plain.offsets)
+    plain, (first, held_out, notes) = load(tokenizer, mixed), cached(tokenizer, tmp_path / "cache", mixed)
+    assert first.fingerprint == plain.fingerprint != held_out.fingerprint
+    for name in ("ids", "offsets", "ended"):
+        assert np.array_equal(getattr(first, name), getattr(plain, name))
+    assert first.ended.tolist() == [True] * 6 + [False, True, False]
+    assert (first.end_of_text, held_out.documents) == (EOT, 8)
+    assert "2 rows have no text" in notes[0]
     assert isinstance(first.ids, np.memmap)
     with monkeypatch.context() as patch:
-        patch.setattr(tokenized, "_read", lambda *_, **__: pytest.fail("it was read again"))
-        again = load(tokenizer, mixed, cache=tmp_path / "cache")
-    assert again.fingerprint == first.fingerprint
+        patch.setattr(f"{__name__}.read", lambda *_: pytest.fail("read again"))
+        again, _, told = cached(tokenizer, tmp_path / "cache", mixed)
+    assert (again.fingerprint, told) == (first.fingerprint, notes)
     assert np.array_equal(again.ids, first.ids)
+    cached(tokenizer, tmp_path / "cache", mixed, 5)
     (mixed / "a.txt").write_text("a new text")
-    assert texts_of(load(tokenizer, mixed, cache=tmp_path / "cache"), tokenizer)[0] == "a new text"
-    assert not list((tmp_path / "cache").glob(".*"))
+    assert texts_of(cached(tokenizer, tmp_path / "cache", mixed)[0], tokenizer)[0] == "a new text"
+    assert len(list((tmp_path / "cache").iterdir())) == 3
 
 
 def test_a_failed_run_leaves_nothing_in_the_cache(mixed, tokenizer, tmp_path):
     (mixed / "z.jsonl").write_text('{"text": "sound"}\n{"text": dama')
     with pytest.raises(ConverterError, match=r"z\.jsonl.*cannot be read"):
-        load(tokenizer, mixed, cache=tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+        cached(tokenizer, tmp_path / "cache", mixed)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_damaged_cache_is_an_error_that_names_it(mixed, tokenizer, tmp_path):
-    load(tokenizer, mixed, cache=tmp_path / "cache")
-    (ids,) = (tmp_path / "cache").glob("*/ids.bin")
+    cached(tokenizer, tmp_path / "cache", mixed)
+    (ids,) = (tmp_path / "cache").glob("*/learnt/ids.bin")
     ids.write_bytes(ids.read_bytes()[:-4])
     with pytest.raises(ConverterError, match=r"cache are damaged.*Remove this folder") as caught:
-        load(tokenizer, mixed, cache=tmp_path / "cache")
-    assert str(ids.parent) in str(caught.value)
+        cached(tokenizer, tmp_path / "cache", mixed)
+    assert str(ids.parent.parent) in str(caught.value)
 
 
-def test_reading_stops_with_the_document_that_reaches_max_tokens(mixed, tokenizer):
-    whole = load(tokenizer, mixed)
+def test_reading_stops_with_the_document_that_reaches_max_tokens(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"document {n}"}) for n in range(9)))
+    whole = load(tokenizer, tmp_path)
     enough = int(whole.offsets[3])
-    assert load(tokenizer, mixed, max_tokens=enough).documents == 3
-    assert load(tokenizer, mixed, max_tokens=enough + 1).documents == 4
+    assert load(tokenizer, tmp_path, max_tokens=enough).documents == 3
+    assert load(tokenizer, tmp_path, max_tokens=enough + 1).documents == 4
+    assert load(tokenizer, tmp_path, max_pieces=5).documents == 5
 
 
 def test_a_dataset_of_the_hub_is_streamed(tokenizer, monkeypatch):
@@ -153,8 +176,8 @@ def test_a_dataset_of_the_hub_is_streamed(tokenizer, monkeypatch):
     [
         ("a.jsonl", '{"body": "x", "n": 3}', r"no text in a field 'text'.*'body' \(str\), 'n' \(int\)"),
         ("a.jsonl", '{"text": 5}', r"no text in a field 'text'.*'text' \(int\)"),
-        ("a.jsonl", '{"text": "x"}\n{"text":', "cannot be read.*JSON parse error"),
-        ("a.jsonl", "", "no text in it"),
+        ("a.jsonl", '{"text": "x"}\n{"text":', "cannot be read.*A line is no JSON"),
+        ("a.jsonl", "", "file is empty"),
         ("a.jsonl", '{"text": " "}', "no text in it"),
         ("a.parquet", "no parquet", "cannot be read.*Parquet"),
         ("a.txt", "", "file is empty"),
@@ -205,7 +228,7 @@ def test_documents_are_packed_cut_and_their_last_token_has_no_target():
 
 def test_padding_is_known_by_length_and_an_end_of_text_inside_is_a_target():
     """H5: pad = eos = 0."""
-    found = Batches(Corpus.of([np.array([0, 4, 0, 0, 5])]), context=8, sequences_per_step=1, seed=0).step(0)
+    found = Batches(of([0, 4, 0, 0, 5]), context=8, sequences_per_step=1, seed=0).step(0)
     assert found.ids.tolist() == [[0, 4, 0, 0, 5, 0, 0, 0]]
     assert found.targets.tolist() == [[4, 0, 0, 5, IGNORE, IGNORE, IGNORE, IGNORE]]
     assert found.documents.tolist() == [[0, 0, 0, 0, 0, -1, -1, -1]]
@@ -267,7 +290,7 @@ def test_a_step_reads_its_own_tokens_and_no_others():
             assert places.shape == (4, 1024)
             return places % 50
 
-    big = Corpus(Ids(), np.arange(0, 10**9 + 1, 1000), fingerprint="")  # type: ignore[arg-type]
+    big = Corpus(Ids(), np.arange(0, 10**9 + 1, 1000), np.zeros(10**6, bool), None, "")  # type: ignore[arg-type]
     assert Batches(big, 1024, 4, seed=0).step(10**5).valid > 4000
 
 
@@ -300,7 +323,7 @@ def packed(*lengths: int, context: int = 12) -> Sequences:
     """Documents of these lengths, of random tokens, in rows of `context`."""
     ids = models.random_ids(1, sum(lengths), seed=3)[0].numpy()
     documents = np.split(ids, np.cumsum(lengths)[:-1])
-    batches = Batches(Corpus.of(documents), context, -(-sum(lengths) // context), seed=0)
+    batches = Batches(of(*documents), context, -(-sum(lengths) // context), seed=0)
     return batches._sequences(np.arange(batches.sequences_per_epoch))
 
 

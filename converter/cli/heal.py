@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from converter.cli.texts import as_texts, token_bytes
 from converter.files.json_text import to_json
 from converter.show.progress import print_all, progress
 
@@ -20,8 +21,11 @@ _DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 _SETTINGS = ("tokens", "rope_theta", "context")
 
 _OPTIONS = (
-    click.option("--text", multiple=True, help="Text to learn from; a tenth is held out to measure on."),
-    click.option("--eval-text", multiple=True, help="Text to measure on, instead of the held-out tenth."),
+    click.option("--text", multiple=True, callback=as_texts, help="Text to learn from; a tenth is held out."),
+    click.option(
+        "--eval-text", multiple=True, callback=as_texts, help="Text to measure on, instead of the held-out tenth."
+    ),
+    token_bytes,
     click.option("--set", "overrides", multiple=True, metavar="heal.x=y", help="Override a setting of the recipe."),
     click.option("--tokens", metavar="2M", help="Tokens to see in all: short for --set heal.tokens."),
     click.option("--rope-theta", metavar="1e6", help="A new rotary base: short for --set heal.rope_theta."),
@@ -56,9 +60,9 @@ def _shared(command: Any) -> Any:
 def heal(converted: Path, target: Path, **options: Any) -> None:
     """Fine-tune the checkpoint CONVERTED, so that it agrees with its source again, into folder DST.
 
-    --text is plain text, jsonl, parquet, token files, folders of them or hub:owner/name, and can be given several
-    times. The embedded example needs none. `torchrun` or `accelerate launch -m converter heal ...` runs it on
-    several processes.
+    --text is plain text, jsonl, json, csv, tsv, parquet, arrow, token ids (.npy, .bin), a folder of them or
+    hub:owner/name, and can be given several times. Of a long text as much is read as --tokens asks for. The embedded
+    example needs none. `torchrun` or `accelerate launch -m converter heal ...` runs it on several processes.
 
     \b
     Example:

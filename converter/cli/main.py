@@ -14,12 +14,14 @@ import click
 from converter import __version__
 from converter.cli.heal import heal, upgrade
 from converter.cli.rope import rope
+from converter.cli.texts import as_texts, token_bytes
 from converter.errors import ConverterError, VerificationError, paragraph
 from converter.files.json_text import to_json
 from converter.show.progress import print_all, progress
 
 if TYPE_CHECKING:
     from converter.conversion.plan import DtypeName
+    from converter.text.sources import Text
 
 #: A KL up to this, in nats per token, is the rounding of a cast: bf16 costs 7e-6, fp16 1e-7.
 _SAME_FUNCTION = 1e-4
@@ -81,9 +83,10 @@ main.add_command(upgrade)
 @main.command()
 @click.argument("path", type=_FILE)
 @click.option("--mapping", is_flag=True, help="Show which tensor becomes which role.")
-@click.option("--text", multiple=True, type=_FILE, help="Also measure on text how much the model cares for positions.")
+@click.option("--text", multiple=True, callback=as_texts, help="Also measure how much the model cares for positions.")
+@token_bytes
 @_as_json
-def inspect(path: Path, mapping: bool, text: tuple[Path, ...], as_json: bool) -> None:
+def inspect(path: Path, mapping: bool, text: tuple[Text, ...], as_json: bool) -> None:
     """Say what a checkpoint is, from its headers and config.
 
     With --text it also runs the model against itself with all positions shifted.
@@ -226,8 +229,9 @@ def recipes_check(file: str) -> None:
 @click.argument("target", type=_FILE, metavar="DST")
 @click.option("--recipe", metavar="NAME_OR_FILE", help="Default: the recipe for SRC's family.")
 @click.option("--set", "overrides", multiple=True, metavar="STEP.PARAM=VALUE", help="Override a recipe's parameter.")
-@click.option("--text", multiple=True, type=_FILE, help="Text for calibration; a tenth is held out to measure on.")
-@click.option("--eval-text", multiple=True, type=_FILE, help="Text to measure on, instead of the held-out tenth.")
+@click.option("--text", multiple=True, callback=as_texts, help="Text for calibration; a tenth is held out.")
+@click.option("--eval-text", multiple=True, callback=as_texts, help="Text to measure on, not a held-out tenth.")
+@token_bytes
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: the source's.")
 @click.option("--trim-vocab", is_flag=True, help="Drop rows of embeddings and head that have no token: padding.")
 @_device
@@ -242,8 +246,8 @@ def convert(
     target: Path,
     recipe: str | None,
     overrides: tuple[str, ...],
-    text: tuple[Path, ...],
-    eval_text: tuple[Path, ...],
+    text: tuple[Text, ...],
+    eval_text: tuple[Text, ...],
     dtype: DtypeName | None,
     trim_vocab: bool,
     device: str,
@@ -256,7 +260,8 @@ def convert(
 ) -> None:
     """Convert checkpoint SRC and write the result to folder DST.
 
-    --text is plain text, token ids as a 2-D .npy, or a nanoGPT .bin, and can be given several times.
+    --text is plain text, jsonl, json, csv, tsv, parquet, arrow, token ids (.npy, .bin), a folder of them or
+    hub:owner/name, and can be given several times. Of a long text as much is read as is needed.
 
     \b
     Example:
@@ -304,7 +309,8 @@ def convert(
 @main.command()
 @click.argument("a", type=_FILE, metavar="A")
 @click.argument("b", type=_FILE, metavar="B")
-@click.option("--text", multiple=True, required=True, type=_FILE, help="Text to compare on.")
+@click.option("--text", multiple=True, required=True, callback=as_texts, help="Text to compare on.")
+@token_bytes
 @click.option("--tokens", default=65536, show_default=True, type=click.IntRange(min=2), help="At most so many tokens.")
 @click.option("--context", type=click.IntRange(min=2), help="Length of a window. Default: what both allow.")
 @click.option("--max-kl", type=click.FloatRange(min=0), help="Fail above this KL, nats per token.")
@@ -313,7 +319,7 @@ def convert(
 def verify(
     a: Path,
     b: Path,
-    text: tuple[Path, ...],
+    text: tuple[Text, ...],
     tokens: int,
     context: int | None,
     max_kl: float | None,
@@ -350,7 +356,8 @@ def verify(
 
 @main.command("eval")
 @click.argument("paths", nargs=-1, required=True, type=_FILE, metavar="PATH...")
-@click.option("--text", multiple=True, required=True, help="Held-out text: files, folders, hub:owner/name.")
+@click.option("--text", multiple=True, required=True, callback=as_texts, help="Held-out text.")
+@token_bytes
 @click.option(
     "--context", "contexts", multiple=True, type=click.IntRange(min=2), help="Length of a window. Repeatable."
 )
@@ -364,7 +371,7 @@ def verify(
 @_as_json
 def evaluate(
     paths: tuple[Path, ...],
-    text: tuple[str, ...],
+    text: tuple[Text, ...],
     contexts: tuple[int, ...],
     stride: int,
     tokens: int | None,

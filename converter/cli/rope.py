@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from converter.cli.texts import as_text, token_bytes
 from converter.errors import ConverterError
 from converter.files.json_text import to_json
+
+if TYPE_CHECKING:
+    from converter.text.sources import Text
 
 _FILE = click.Path(path_type=Path)
 _LAYOUTS = click.Choice(["half_split", "interleaved"])
@@ -28,9 +32,10 @@ def rope() -> None:
 
 @rope.command()
 @click.argument("path", type=_FILE)
-@click.option("--text", type=_FILE, help="Decide by the loss on this text under both readings.")
+@click.option("--text", callback=as_text, help="Decide by the loss on this text under both readings.")
+@token_bytes
 @_as_json
-def detect(path: Path, text: Path | None, as_json: bool) -> None:
+def detect(path: Path, text: Text | None, as_json: bool) -> None:
     """Say which layout the rows of q and k are in, by the weights alone.
 
     Needs no config flag and no text: pairs that are rotated together agree in a sign over heads and layers, and no
@@ -62,7 +67,8 @@ def detect(path: Path, text: Path | None, as_json: bool) -> None:
 @click.argument("target", type=_FILE, metavar="[DST]", required=False)
 @click.option("--to", required=True, type=_LAYOUTS, help="The layout to move to.")
 @click.option("--from", "claimed", type=_LAYOUTS, help="What the rows are in now; nothing moves where it is not so.")
-@click.option("--text", type=_FILE, help="Settle the layout by the loss on this text too.")
+@click.option("--text", callback=as_text, help="Settle the layout by the loss on this text too.")
+@token_bytes
 @click.option("--adapter", is_flag=True, help="SRC is a PEFT folder with a LoRA adapter.")
 @click.option("--base", type=_FILE, help="The adapter's base. Default: what its config names.")
 @click.option("--in-place", is_flag=True, help="Change SRC itself; journaled, and finished by the same command.")
@@ -74,7 +80,7 @@ def swap(
     target: Path | None,
     to: str,
     claimed: str | None,
-    text: Path | None,
+    text: Text | None,
     adapter: bool,
     base: Path | None,
     in_place: bool,

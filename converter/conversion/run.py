@@ -29,7 +29,7 @@ from converter.measure.models import pick_device
 from converter.measure.vocabulary import Vocabulary
 from converter.show.progress import Progress
 from converter.text.gather import Texts, calibrated_step, gather_texts
-from converter.text.windows import as_paths
+from converter.text.sources import Text, listed
 
 
 def plan_conversion(
@@ -61,18 +61,18 @@ def plan_conversion(
 def check_conversion(
     plan: Plan,
     target: str | Path,
-    text: str | Path | Sequence[str | Path] = (),
-    eval_text: str | Path | Sequence[str | Path] = (),
+    text: Text | Sequence[Text] = (),
+    eval_text: Text | Sequence[Text] = (),
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
     resume: bool = False,
 ) -> None:
     """Raise the ConverterError that `convert` would raise for its target, its text, or the size of its shards."""
     parse_size(max_shard_size)
-    inputs = (plan.source.checkpoint.opened, *as_paths(text), *as_paths(eval_text))
+    inputs = (plan.source.checkpoint.opened, *listed(text), *listed(eval_text))
     OutputFolder(Path(target), overwrite=overwrite, resume=resume, inputs=inputs).check()
     if text or eval_text:
-        check_ids_are_kept(plan, gather_texts(plan, as_paths(text), as_paths(eval_text)))
+        check_ids_are_kept(plan, gather_texts(plan, listed(text), listed(eval_text)))
 
 
 def check_ids_are_kept(plan: Plan, texts: Texts) -> None:
@@ -94,8 +94,8 @@ def convert(
     *,
     recipe: str | Recipe | None = None,
     overrides: Iterable[str] = (),
-    text: str | Path | Sequence[str | Path] = (),
-    eval_text: str | Path | Sequence[str | Path] = (),
+    text: Text | Sequence[Text] = (),
+    eval_text: Text | Sequence[Text] = (),
     dtype: DtypeName | None = None,
     trim_vocab: bool = False,
     device: str = "auto",
@@ -120,7 +120,7 @@ def convert(
         verify=verify,
         progress=progress,
     )
-    inputs = (conversion.plan.source.checkpoint.opened, *as_paths(text), *as_paths(eval_text), *recipe_files(recipe))
+    inputs = (conversion.plan.source.checkpoint.opened, *listed(text), *listed(eval_text), *recipe_files(recipe))
     with OutputFolder(Path(target), overwrite=overwrite, resume=resume, inputs=inputs) as output:
         conversion.gather(text, eval_text)
         return conversion.into(output)
@@ -166,13 +166,13 @@ class Conversion:
             progress.say(f"Note: {warning.rstrip('.')}.")
         return cls(plan, pick_device(device), parse_size(max_shard_size), verify, progress, source_hash)
 
-    def gather(
-        self, text: str | Path | Sequence[str | Path] = (), eval_text: str | Path | Sequence[str | Path] = ()
-    ) -> None:
+    def gather(self, text: Text | Sequence[Text] = (), eval_text: Text | Sequence[Text] = ()) -> None:
         """Read the text, where something is calibrated or measured."""
         if self.verify or calibrated_step(self.plan) is not None:
-            self.texts = gather_texts(self.plan, as_paths(text), as_paths(eval_text))
+            self.texts = gather_texts(self.plan, listed(text), listed(eval_text))
             check_ids_are_kept(self.plan, self.texts)
+            for note in self.texts.notes:
+                self.progress.say(f"Note: {note}.")
 
     def fingerprint(self) -> dict[str, Any]:
         """What makes two runs the same conversion."""

@@ -52,6 +52,12 @@ def opening_of(token_ids: Mapping[str, Any]) -> int | None:
     return first if isinstance(first, int) else None
 
 
+def ends_of(token_ids: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a document, the one to say first, among the special tokens of a model."""
+    eos = token_ids["eos_token_id"]
+    return tuple(token for token in (eos if isinstance(eos, (list, tuple)) else [eos]) if isinstance(token, int))
+
+
 class SourceModel:
     """An opened checkpoint of a known family; what its config and its tensors contradict goes to `on_fault`."""
 
@@ -120,6 +126,11 @@ class SourceModel:
     def opening(self) -> int | None:
         """The token that opens a document: bos, or eos (of several the first) where there is no bos, as in GPT-2."""
         return opening_of(self.token_ids())
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a document; an answer of the model stops at any of them."""
+        return ends_of(self.token_ids())
 
     def token_ids(self) -> dict[str, Any]:
         """bos, eos and pad as the source means them: its config, its generation config, its class's defaults.

@@ -43,7 +43,12 @@ class OutputFolder:
     """
 
     def __init__(
-        self, target: Path, overwrite: bool = False, resume: bool = False, *, inputs: Iterable[str | Path] = ()
+        self,
+        target: Path,
+        overwrite: bool = False,
+        resume: bool = False,
+        *,
+        inputs: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
         self.target = target.resolve()  # through a link, so that the rename stays on one disk
         if not self.target.name:
@@ -243,7 +248,7 @@ class OutputFolder:
             )
 
 
-def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[str | Path]) -> None:
+def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[str | os.PathLike[str]]) -> None:
     """Raise ConverterError where an output is an input, holds one or lies in one, links followed.
 
     What is no file or folder here, such as the name of a dataset on the Hub, is left out.

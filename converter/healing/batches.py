@@ -20,7 +20,7 @@ from torch import Tensor
 
 from converter.errors import ConverterError
 from converter.losses import IGNORE
-from converter.text.documents import Corpus
+from converter.text.corpus import Corpus
 from converter.text.windows import Windows
 
 

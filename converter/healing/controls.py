@@ -25,7 +25,7 @@ from converter.healing.parts import Learner, make_loop, roles_of
 from converter.healing.snapshots import Snapshots
 from converter.measure.models import load_transformers
 from converter.show.progress import Progress
-from converter.text.gather_heal import HealTexts
+from converter.text.gather import HealTexts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -23,7 +23,7 @@ from converter.healing.trainee import Trainee
 from converter.measure.models import load
 from converter.measure.verify import compare
 from converter.show.progress import Progress
-from converter.text.gather_heal import HealTexts
+from converter.text.gather import HealTexts
 from converter.text.windows import windows
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from converter.families.opened import SourceModel
 from converter.files.writer import parse_size
 from converter.healing.export import check_exportable, check_generation_config
 from converter.measure.vocabulary import Vocabulary, common_ids
-from converter.text.gather_heal import HealTexts
+from converter.text.gather import HealTexts
 from converter.text.windows import windows
 
 

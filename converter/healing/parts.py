@@ -25,7 +25,7 @@ from converter.healing.trainee import Trainee
 from converter.healing.zero import zero_trainee
 from converter.measure.models import load_transformers
 from converter.spec import Norm
-from converter.text.gather_heal import HealTexts
+from converter.text.gather import HealTexts
 from converter.text.windows import windows
 
 if TYPE_CHECKING:

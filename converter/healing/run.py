@@ -23,7 +23,8 @@ from converter.healing.snapshots import Snapshots
 from converter.healing.trainee import Trainee
 from converter.measure.models import load_transformers, pick_device
 from converter.show.progress import Progress
-from converter.text.gather_heal import HealTexts, gather_heal_texts, listed
+from converter.text.gather import HealTexts, gather_heal_texts
+from converter.text.sources import Text, listed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -34,8 +35,8 @@ def heal(
     target: str | Path,
     *,
     teacher: str | Path | None = None,
-    text: str | Path | Sequence[str | Path] = (),
-    eval_text: str | Path | Sequence[str | Path] = (),
+    text: Text | Sequence[Text] = (),
+    eval_text: Text | Sequence[Text] = (),
     recipe: str | None = None,
     overrides: Iterable[str] = (),
     control: bool = False,
@@ -73,8 +74,8 @@ def heal_into(
     output: OutputFolder,
     job: Job,
     accelerator: Accelerator,
-    text: str | Path | Sequence[str | Path],
-    eval_text: str | Path | Sequence[str | Path],
+    text: Text | Sequence[Text],
+    eval_text: Text | Sequence[Text],
     *,
     control: bool,
     starts: Sequence[Start],
@@ -84,7 +85,11 @@ def heal_into(
     """Heal into a folder that the main process has entered."""
     progress = progress if progress is not None and accelerator.is_main_process else Progress()
     with accelerator.main_process_first():  # the others read what it has put into the cache
-        texts = gather_heal_texts(job.source or job.converted, listed(text), listed(eval_text), output.work / "tokens")
+        texts = gather_heal_texts(
+            *(job.source or job.converted, listed(text), listed(eval_text), output.work / "tokens"),
+            learn=job.settings.tokens,
+            hold=job.settings.evaluation_tokens,
+        )
     fingerprint = job.fingerprint(texts) | {"controls": [*(["source fine-tuned"] if control else []), *starts]}
     first(accelerator, lambda: output.claim("healing", fingerprint))
     if share(accelerator, output.finished):
@@ -110,6 +115,8 @@ def _announce(job: Job, texts: HealTexts, progress: Progress) -> None:
     """What a user should know before hours are spent."""
     epochs = job.settings.tokens / texts.corpus.tokens
     progress.say(f"{texts.corpus.tokens:,} tokens of text, to be seen {epochs:.3g} times.")
+    for note in texts.notes:
+        progress.say(f"Note: {note}.")
     if job.source is not None and job.context > job.source.spec.context and job.settings.losses["ce"].weight == 0:
         progress.say(
             f"Note: the teacher sees {job.source.spec.context} tokens, so nothing is learnt at later positions: "

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from converter.conversion.plan import DtypeName
 from converter.conversion.run import Conversion, recipe_files
-from converter.errors import ConverterError
 from converter.files.output import OutputFolder
 from converter.healing.controls import Start
 from converter.healing.export import check_generation_config
@@ -18,16 +17,15 @@ from converter.healing.report import HealReport
 from converter.healing.run import heal_into
 from converter.measure.models import pick_device
 from converter.show.progress import Progress
-from converter.text.documents import HUB_PREFIX
-from converter.text.gather_heal import listed
+from converter.text.sources import Text, listed
 
 
 def upgrade(
     source: str | Path,
     target: str | Path,
     *,
-    text: str | Path | Sequence[str | Path] = (),
-    eval_text: str | Path | Sequence[str | Path] = (),
+    text: Text | Sequence[Text] = (),
+    eval_text: Text | Sequence[Text] = (),
     recipe: str | None = None,
     overrides: Iterable[str] = (),
     control: bool = False,
@@ -47,7 +45,6 @@ def upgrade(
     bad input, and InterruptedRunError after a SIGTERM.
     """
     text, eval_text, overrides = listed(text), listed(eval_text), tuple(overrides)
-    _check_text((*text, *eval_text))
     inputs = (source, *text, *eval_text, *recipe_files(recipe))
     output = OutputFolder(Path(target), overwrite=overwrite, resume=resume, inputs=inputs)
     converted = output.work / "converted" / output.target.name  # the name that its card tells
@@ -82,14 +79,3 @@ def _convert(conversion: Conversion, converted: Path, output: OutputFolder) -> N
     finally:
         if converted.parent.exists() and any(converted.parent.iterdir()):
             output.keep()
-
-
-def _check_text(texts: Sequence[str | Path]) -> None:
-    """A conversion reads plain text and token files; healing reads more."""
-    for text in texts:
-        if str(text).startswith(HUB_PREFIX) or Path(text).is_dir() or Path(text).suffix in (".jsonl", ".parquet"):
-            raise ConverterError(
-                "the conversion reads plain text, .npy and .bin files only",
-                where=str(text),
-                fix="Convert with such a file, then heal with this text: `converter convert`, `converter heal`",
-            )

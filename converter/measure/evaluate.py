@@ -23,8 +23,9 @@ from converter.measure.models import RunnableCheckpoint, pick_device
 from converter.measure.verify import LOGITS, LONGEST_WINDOW
 from converter.measure.vocabulary import common_ids
 from converter.reference import RunningModel
-from converter.text.documents import Corpus, load_corpus
-from converter.text.windows import Ids
+from converter.text.corpus import Corpus, load_corpus
+from converter.text.sources import Text, listed
+from converter.text.tokens import Ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -70,7 +71,7 @@ class Evaluation:
 def evaluate(
     paths: str | Path | Sequence[str | Path],
     *,
-    text: str | Path | Sequence[str | Path],
+    text: Text | Sequence[Text],
     context: int | Sequence[int] = (),
     stride: int = 256,
     max_tokens: int | None = None,
@@ -87,20 +88,22 @@ def evaluate(
     Raises a ConverterError for checkpoints and texts that cannot be read. A context beyond a table of learned
     positions is noted in `no_context`, and the rest is measured.
     """
-    listed = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    texts = [text] if isinstance(text, (str, Path)) else list(text)
+    compared = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    texts = listed(text)
     contexts = [context] if isinstance(context, int) else sorted(set(context))
-    if not listed:
+    if not compared:
         raise ConverterError("there is no checkpoint to evaluate")
     counts = (("stride", stride, 1), ("max_tokens", max_tokens, 2), *(("context", each, 2) for each in contexts))
     for name, value, least in counts:
         if value is not None and value < least:
             raise ConverterError(f"a {name} of {value} leaves nothing to predict", fix=f"Choose {least} or more")
     device = pick_device(device)
-    first = _Subject.open(listed[0], texts, max_tokens, device)
+    first = _Subject.open(compared[0], texts, max_tokens, device)
+    for note in first.corpus.notes:
+        (progress or Progress()).say(f"Note: {note}.")
     contexts = contexts or [min(LONGEST_WINDOW, first.checkpoint.model.context or LONGEST_WINDOW)]
     evaluations = [_evaluate(first, first, contexts, stride, progress)]
-    for path in listed[1:]:  # no name keeps a model, so it is gone before the next one is loaded
+    for path in compared[1:]:  # no name keeps a model, so it is gone before the next one is loaded
         evaluations.append(
             _evaluate(_Subject.open(path, texts, max_tokens, device, first), first, contexts, stride, progress)
         )
@@ -120,7 +123,7 @@ class _Subject:
     def open(
         cls,
         path: str | Path,
-        texts: Sequence[str | Path],
+        texts: Sequence[Text],
         max_tokens: int | None,
         device: str,
         reference: _Subject | None = None,
@@ -132,11 +135,9 @@ class _Subject:
             return cls(str(path), loaded, reference.corpus, None)
         corpus = load_corpus(
             texts,
-            loaded.tokenizer,
-            vocab_size=loaded.vocabulary.rows,
-            end_of_text=loaded.opening,
+            loaded.tokens(),
             max_tokens=max_tokens if reference is None else None,
-            max_documents=None if reference is None else reference.corpus.documents,  # the same text, in other tokens
+            max_pieces=None if reference is None else reference.corpus.pieces,  # the same text, in other tokens
         )
         return cls(str(path), loaded, corpus, no_kl)
 

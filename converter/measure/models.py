@@ -14,17 +14,18 @@ from converter.blocks import blocks
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families import Family, TargetFamily, get_family
 from converter.families.config import TOKEN_IDS
-from converter.families.opened import SourceModel, opening_of
+from converter.families.opened import SourceModel, ends_of, opening_of
 from converter.families.rotating import stored_orders
 from converter.files.hub import local_path
 from converter.files.tokenizer import load_tokenizer
 from converter.measure.metrics import batches
 from converter.measure.vocabulary import Vocabulary
 from converter.reference import ReferenceModel, RunningModel
+from converter.text.tokens import ModelTokens
 from converter.text.windows import Windows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 #: Names of the length of a sequence in transformers' configs. Those of the first have a table of so many positions,
 #: unless they rotate; models with ALiBi have no end.
@@ -71,7 +72,7 @@ def tokens_per_second(model: RunningModel, windows: Windows) -> float:
 class RunnableCheckpoint:
     """A checkpoint by path or Hub id, through its family where we know it, by transformers alone otherwise.
 
-    It has a tokenizer, the token that opens a document, and a model that is loaded when it is first asked for.
+    It has a tokenizer, the tokens around a document, and a model that is loaded when it is first asked for.
     Raises a ConverterError for whatever is wrong with it, ids of the tokenizer without a row included.
     """
 
@@ -83,11 +84,12 @@ class RunnableCheckpoint:
         except UnsupportedError as error:
             self._source, plain = None, _load_unknown(local, error)
             self.model = TransformersModel(plain).to(device)
-            self.tokenizer, self.opening = load_tokenizer(local), _opening(plain)
+            self.tokenizer, special = load_tokenizer(local), _special(plain)
             rows = self.model.vocab_size
         else:
-            self.tokenizer, self.opening = self._source.tokenizer, self._source.opening
+            self.tokenizer, special = self._source.tokenizer, self._source.token_ids()
             rows = self._source.spec.vocab_size
+        self._opening, self._ends = opening_of(special), ends_of(special)
         self.vocabulary = Vocabulary(self.name, rows, self.tokenizer)
         self.vocabulary.check()
 
@@ -96,6 +98,13 @@ class RunnableCheckpoint:
         """What a user should know of how the files were read."""
         return tuple(self._source.notes) if self._source is not None else ()
 
+    def tokens(self, size: int | None = None, tokenizer: PreTrainedTokenizerFast | None = None) -> ModelTokens:
+        """The tokens that it reads a text in, those below `size`; with another tokenizer where it has none."""
+        size = size or self.vocabulary.rows
+        opening = self._opening if self._opening is not None and 0 <= self._opening < size else None
+        ends = tuple(token for token in self._ends if 0 <= token < size)
+        return ModelTokens(self.tokenizer or tokenizer, size, opening, ends)
+
     @cached_property
     def model(self) -> RunningModel:
         """The model, on its device."""
@@ -103,14 +112,13 @@ class RunnableCheckpoint:
         return load(self._source).to(self._device)
 
 
-def _opening(model: PreTrainedModel) -> int | None:
-    """The token that opens a document for a model of transformers, as its two configs name it."""
+def _special(model: PreTrainedModel) -> dict[str, Any]:
+    """The special tokens of a model of transformers, as its two configs name them."""
     ids = {}
     for key in TOKEN_IDS:
         stated = (getattr(config, key, None) for config in (model.config, model.generation_config))
         ids[key] = next((token for token in stated if token is not None), None)
-    opening = opening_of(ids)
-    return opening if opening is not None and 0 <= opening < model.config.vocab_size else None
+    return ids
 
 
 def load(source: SourceModel) -> RunningModel:

@@ -14,7 +14,9 @@ from converter.measure.metrics import Comparison, Tally, batches, predictions
 from converter.measure.models import RunnableCheckpoint, pick_device
 from converter.measure.vocabulary import common_ids
 from converter.reference import RunningModel
-from converter.text.windows import Windows, as_paths, read_documents, windows
+from converter.text.documents import at_least, read
+from converter.text.sources import Text, listed
+from converter.text.windows import Windows, windows
 
 #: Longest window that is taken where none is given.
 LONGEST_WINDOW = 2048
@@ -38,7 +40,7 @@ def verify(
     a: str | Path,
     b: str | Path,
     *,
-    text: str | Path | Sequence[str | Path],
+    text: Text | Sequence[Text],
     tokens: int = 65536,
     context: int = 0,
     device: str = "auto",
@@ -52,9 +54,7 @@ def verify(
     device = pick_device(device)
     first, second = (RunnableCheckpoint(path, device) for path in (a, b))
     common = common_ids(first.vocabulary, second.vocabulary)
-    documents = read_documents(
-        as_paths(text), first.tokenizer or second.tokenizer, vocab_size=common, end_of_text=first.opening
-    )
+    documents = read(listed(text), first.tokens(common, second.tokenizer), at_least(tokens)).documents
     models = (first.model, second.model)
     longest = min((model.longest for model in models if model.longest is not None), default=context)
     if context > longest:

@@ -18,7 +18,9 @@ from converter.blocks import blocks
 from converter.errors import UnsupportedError
 from converter.families.opened import SourceModel
 from converter.measure.metrics import Figures, Tally, batches, predictions
-from converter.text.gather import source_documents
+from converter.text.documents import at_least, read
+from converter.text.gather import tokens_of
+from converter.text.sources import Text
 from converter.text.windows import Windows, windows
 
 SHIFTS = (1, 4, 16, 64)
@@ -37,10 +39,10 @@ class Shifted:
     figures: Figures
 
 
-def measure_yardstick(path: str | Path, text: Sequence[str | Path], device: str = "cpu") -> tuple[Shifted, ...]:
+def measure_yardstick(path: str | Path, text: Sequence[Text], device: str = "cpu") -> tuple[Shifted, ...]:
     """`yardstick` of a checkpoint folder on text files."""
     source = SourceModel.open(path)
-    documents = source_documents(source, [Path(file) for file in text])
+    documents = read(text, tokens_of(source), at_least(_TOKENS)).documents
     return yardstick(source, windows(documents, source.spec.context, _TOKENS), device)
 
 
@@ -57,7 +59,7 @@ def yardstick(source: SourceModel, text: Windows, device: str = "cpu") -> tuple[
     shifts = [shift for shift in SHIFTS if shift <= spec.context // 4]
     length = min(text.ids.shape[1], spec.context - max(shifts, default=0))
     rows = max(1, _TOKENS // length)
-    text = Windows(text.ids[:rows, :length], text.lengths[:rows].clip(max=length))
+    text = text.rows(slice(rows), length)
     variants = [(0, True), *((shift, kept) for shift in shifts for kept in (False, True))]
     parts = list(batches(text))
     states: dict[tuple[int, bool], list[torch.Tensor]] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -15,7 +14,10 @@ from converter.layout import other_layout
 from converter.measure.metrics import batches, predictions
 from converter.rope.detect import Detection, detect_source
 from converter.spec import RopeLayout
-from converter.text.windows import Windows, read_documents, windows
+from converter.text.documents import at_least, read
+from converter.text.gather import tokens_of
+from converter.text.sources import Text
+from converter.text.windows import Windows, windows
 
 #: A loss lower by this many nats a token decides between the readings of a text.
 LEAST_LOSS_DIFFERENCE = 0.02
@@ -41,9 +43,9 @@ def detect_by_loss(source: SourceModel, text: Windows) -> Detection:
     return Detection(**facts | {"layout": low, "confidence": 1.0, "reason": reason})
 
 
-def text_windows(source: SourceModel, text: Path, tokens: int = 8192) -> Windows:
+def text_windows(source: SourceModel, text: Text, tokens: int = 8192) -> Windows:
     """Windows of a text, as long as the model allows, up to 512 tokens: a wrong layout shows late in a window."""
-    documents = read_documents([text], source.tokenizer, vocab_size=source.spec.vocab_size, end_of_text=source.opening)
+    documents = read([text], tokens_of(source), at_least(tokens)).documents
     return windows(documents, min(source.spec.context, 512), tokens)
 
 

@@ -24,6 +24,7 @@ from converter.rope.scores import Rows, compare_scores, read_rows
 from converter.rope.settle import declared_voices, settle, swapped_record
 from converter.rope.swap import Say, SwapReport, announcement, look, make_report, open_source, other_weights
 from converter.spec import RopeLayout
+from converter.text.sources import Text
 
 
 def swap_in_place(
@@ -31,7 +32,7 @@ def swap_in_place(
     *,
     to: RopeLayout,
     claimed: RopeLayout | None = None,
-    text: Path | None = None,
+    text: Text | None = None,
     say: Say = lambda line: None,
 ) -> SwapReport:
     """Move the rows of the checkpoint in `path` into layout `to`, or finish such a swap that was killed.

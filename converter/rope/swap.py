@@ -22,6 +22,7 @@ from converter.rope.moves import Move, plan_moves, refuse_quantised, total_bytes
 from converter.rope.scores import compare_scores, read_rows
 from converter.rope.settle import Settlement, declared_voices, settle, swapped_record
 from converter.spec import QKNorm, RopeLayout
+from converter.text.sources import Text
 
 Say = Callable[[str], None]
 
@@ -63,7 +64,7 @@ def swap(
     *,
     to: RopeLayout | str,
     claimed: RopeLayout | str | None = None,
-    text: Path | None = None,
+    text: Text | None = None,
     overwrite: bool = False,
     say: Say = lambda line: None,
 ) -> SwapReport:
@@ -115,7 +116,7 @@ def _layout(name: str) -> RopeLayout:
 
 
 def _through_conversion(
-    source: SourceModel, target: Path, to: RopeLayout, claimed: RopeLayout | None, text: Path | None, overwrite: bool
+    source: SourceModel, target: Path, to: RopeLayout, claimed: RopeLayout | None, text: Text | None, overwrite: bool
 ) -> SwapReport:
     """A GGUF or Meta source as a Hugging Face checkpoint of the same architecture."""
     from converter.conversion.recipe import Recipe
@@ -145,7 +146,7 @@ def _through_conversion(
     return SwapReport(settlement.layout.value, to.value, tensors, 0, None, settlement.voices)
 
 
-def look(source: SourceModel, text: Path | None) -> Detection:
+def look(source: SourceModel, text: Text | None) -> Detection:
     """What the weights say, or with a text the losses."""
     if text is None:
         return detect_source(source)

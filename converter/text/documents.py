@@ -1,260 +1,241 @@
-"""Text of any kind as one long array of token ids with document boundaries, tokenized once.
+"""Any text as documents in a model's tokens, within a budget.
 
-Plain text, `.npy` and `.bin` files are read by `converter.text.windows`; jsonl, parquet and datasets of the Hub
-are streamed by `datasets`, so that neither a second copy nor all of the text has to fit anywhere. What
-comes out is kept in a cache folder where one is given, under a name made of everything that decides it.
+A budget reads slots of all sources in an order that is spread evenly over them: multiples of the golden ratio, modulo
+1, so that any beginning of the order is spread as evenly, and a larger budget reads what a smaller one reads, and more.
+What a source's slots are, and where documents begin and end, is said in `converter.text.sources`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from converter.errors import ConverterError
-from converter.files.output import disk_errors
-from converter.text.windows import check_ids, documents_from_strings, need_tokenizer, read_documents
+from converter.text import streams
+from converter.text.sources import IdRows, IdStream, Lines, PlainText, Raw, Rows, Source, Text, expand, texts_of
+from converter.text.tokens import Ids, ModelTokens, encode
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-#: A dataset of the Hub is named `hub:owner/name`, `hub:owner/name/config`, either with `:split`.
-HUB_PREFIX = "hub:"
-Ids = npt.NDArray[np.int32]
-#: A file or, by name, a dataset of the Hub.
-Source = Path | str
-
-#: Suffix of a file -> the builder of `datasets` that reads it. Other files are `converter.text.windows`'s.
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-#: Suffixes of compression, which `datasets` looks through.
-_COMPRESSED = (".gz", ".zst")
-#: The field of a row that holds its text.
-_FIELD = "text"
-#: Documents that are tokenized at once: enough for the tokenizer's threads.
-_BATCH = 512
-_IDS, _OFFSETS, _FACTS = "ids.bin", "offsets.npy", "corpus.json"
+#: (sqrt(5) - 1) / 2. Multiples of it, modulo 1, fill the unit interval evenly at every stage.
+GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+#: Tokens that every reading takes at least, if there are so many: a text of no more is known whole to every command.
+LEAST = 1 << 18
+#: Characters that are tokenized at once: enough for the tokenizer's threads.
+_BATCH = 1 << 20
+#: A dataset of the Hub is read as if it were a file of this size: nobody knows.
+_HUB_BYTES = 1 << 27
+_ROW_READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
+    ".json": streams.json_values,
+    ".csv": partial(streams.table, delimiter=","),
+    ".tsv": partial(streams.table, delimiter="\t"),
+    ".parquet": streams.parquet,
+    ".arrow": streams.arrow,
+}
+_LINES = (".jsonl", ".ndjson", ".jsonlines")
 
 
 @dataclass(frozen=True, eq=False)
-class Corpus:
-    """Documents end to end: `ids` (tokens,) int32, and `offsets` (documents + 1,) int64, where each begins."""
+class Document:
+    """One text: where it is from, and its token ids (1-D). With `ended` its end is real: text ends behind it."""
 
+    name: str
     ids: Ids
-    offsets: npt.NDArray[np.int64]
-    #: sha256 of ids and offsets: a run is resumed on the very same tokens, or not at all.
-    fingerprint: str
+    ended: bool = False
 
-    @classmethod
-    def of(cls, documents: Sequence[npt.NDArray[Any]]) -> Corpus:
-        """The corpus of documents in memory, each its token ids."""
-        ids = np.concatenate(documents).astype(np.int32)
-        offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-        return cls(ids, offsets, hashlib.sha256(ids.tobytes() + offsets.tobytes()).hexdigest())
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A document, or a piece of one that is too long for a slot: with `starts` the document begins here."""
+
+    document: Document
+    starts: bool
+    #: Source, slot, and number in the slot: what is behind what in the text.
+    place: tuple[int, int, int]
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are."""
-        return len(self.ids)
+        """How many tokens it has."""
+        return len(self.document.ids)
+
+
+@dataclass
+class Reading:
+    """What was read so far: pieces in the order of the reading, and rows without text, by source."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    tokens: int = 0
+    #: Whether there is no more.
+    whole: bool = False
+    without_text: dict[str, int] = field(default_factory=dict)
 
     @property
-    def documents(self) -> int:
-        """How many documents there are."""
-        return len(self.offsets) - 1
+    def documents(self) -> list[Document]:
+        """The documents in the order of the text."""
+        return joined(self.pieces)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know."""
+        return tuple(
+            f"{name}: {count:,} {'row has' if count == 1 else 'rows have'} no text and {'is' if count == 1 else 'are'} "
+            "left out"
+            for name, count in self.without_text.items()
+        )
+
+    def count(self, name: str, rows: int) -> None:
+        """Note rows without text."""
+        self.without_text[name] = self.without_text.get(name, 0) + rows
 
 
-def load_corpus(
-    texts: Sequence[str | Path],
-    tokenizer: PreTrainedTokenizerFast | None,
-    *,
-    vocab_size: int,
-    end_of_text: int | None,
-    cache: Path | None = None,
-    max_tokens: int | None = None,
-    max_documents: int | None = None,
-) -> Corpus:
-    """The documents of files, folders and datasets of the Hub, in the order given.
+Enough = Callable[[Reading], bool]
 
-    A `.jsonl`, `.json` or `.parquet` holds a document a row, in its field `text`; other files are what
-    `converter.text.windows.read_documents` makes of them. A folder stands for all files in it, at any depth, in the
-    order of their paths; hidden ones are left out. Reading stops with the document that reaches `max_tokens`, or
-    after `max_documents`.
 
-    With `cache` the ids are kept in that folder and mapped, not loaded; a later call with the same files
-    (path, size, time of change) and the same tokenizer reads them from there. Where several processes
-    share a disk, one should come first.
+def at_least(tokens: int | None, least: int = LEAST) -> Enough:
+    """Enough is so many tokens, and no fewer than `least`; without `tokens` nothing is."""
+    return lambda reading: tokens is not None and reading.tokens >= max(tokens, least)
 
-    Raises ConverterError for what is missing, empty, damaged, has no text, or was tokenized for another model.
+
+def read(texts: Sequence[Text], tokens: ModelTokens, enough: Enough | None = None) -> Reading:
+    """Read files, folders and datasets of the Hub, to their end or until there is `enough`.
+
+    A `.bin` holds one stream of uint16 (or of the width that a TokenFile or a header of llm.c says), in which the
+    model's special tokens separate documents. A `.npy` holds a 2-D array of integers, a document a row, taken as it
+    is. `.jsonl`, `.ndjson`, `.jsonlines`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow`, folders that `datasets` saved
+    and `hub:owner/name` hold a row a document, in the field `text`. Everything else is UTF-8 text. In texts the
+    tokenizer's eos token, written out, separates documents, and nothing else is added but the opening token. Text may
+    be compressed: .gz, .zst, .bz2, .xz. A folder stands for its files at any depth.
+
+    Raises ConverterError for what is missing, empty, damaged, neither text nor token ids, or of another vocabulary.
     """
-    sources = [source for text in texts for source in _expand(text)]
-    if not sources:
-        raise ConverterError("No text was given", fix="Name a file, a folder, or a dataset as hub:owner/name")
-    reading = (_read(source, tokenizer, vocab_size=vocab_size, end_of_text=end_of_text) for source in sources)
-    documents = _up_to(max_tokens, islice(chain.from_iterable(reading), max_documents))
-    if cache is None:
-        return Corpus.of(list(documents))
-    folder = cache / _key(sources, tokenizer, vocab_size, end_of_text, max_tokens, max_documents)
-    if not folder.exists():
-        with disk_errors(cache):
-            _build(documents, folder)
-    return _open(folder)
+    reading = Reading()
+    sources = [_source(each, tokens, token_bytes, reading) for each, token_bytes in expand(texts)]
+    found = [0] * len(sources)
+    for number, document, starts, slot in _tokenized(_visits(sources), sources, tokens):
+        reading.pieces.append(Piece(document, starts, (number, slot, found[number])))
+        reading.tokens += len(document.ids)
+        found[number] += 1
+        if enough is not None and enough(reading):
+            return reading
+    for number, source in enumerate(sources):
+        if not found[number]:
+            why = "Nothing is left of it but zeros, separators and spaces, or rows without text"
+            raise ConverterError("The file holds no tokens: there is no text in it", where=source.name, why=why)
+    reading.whole = True
+    return reading
 
 
-def _expand(text: str | Path) -> list[Source]:
-    """The files of a folder; a file or a dataset of the Hub is itself."""
-    if str(text).startswith(HUB_PREFIX):
-        return [str(text)]
-    path = Path(text)
-    if not path.exists():
-        raise ConverterError("There is no such file or folder", where=str(path))
-    if path.is_file():
-        return [path]
-    files = [
-        file
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    ]
-    if not files:
-        raise ConverterError("The folder holds no files", where=str(path), why="Hidden ones are left out")
-    return list(files)
+def _source(named: Path | str, tokens: ModelTokens, token_bytes: int | None, reading: Reading) -> Source:
+    """What reads a file, a folder that `datasets` saved, or a dataset of the Hub."""
+    name = str(named)
+    count = partial(reading.count, name)
+    if isinstance(named, str):
+        tokens.reader(name)
+        return Rows(name, _HUB_BYTES, lambda: texts_of(streams.hub(name), name, count))
+    if named.is_dir():
+        tokens.reader(name)
+        size = sum(file.stat().st_size for file in named.rglob("*.arrow"))
+        return Rows(name, size, lambda: texts_of(streams.saved(named), name, count))
+    compressed = named.suffix.lower() in streams.COMPRESSED
+    kind = (named.with_suffix("") if compressed else named).suffix.lower()
+    if kind in (".npy", ".bin"):
+        if compressed:
+            raise ConverterError("Token ids are read from their place", where=name, fix=f"Unpack it to a {kind} first")
+        return IdRows(named) if kind == ".npy" else IdStream(named, token_bytes, tokens.separators, tokens.size)
+    separator = tokens.reader(name).eos_token
+    size = named.stat().st_size
+    if kind in _LINES and not compressed:
+        return Lines(named, count)
+    if kind in _LINES or kind in _ROW_READERS:
+        if compressed and kind in (".parquet", ".arrow"):
+            raise ConverterError(f"A {kind} is compressed inside", where=name, fix="Unpack it first")
+        rows = streams.lines if kind in _LINES else _ROW_READERS[kind]
+        return Rows(name, size, lambda: texts_of(rows(named), name, count))
+    return Rows(name, size, lambda: streams.plain(named, separator)) if compressed else PlainText(named, separator)
 
 
-def _up_to(max_tokens: int | None, documents: Iterable[Ids]) -> Iterator[Ids]:
-    """The first documents, until there are `max_tokens`."""
-    total = 0
-    for ids in documents:
-        yield ids
-        total += len(ids)
-        if max_tokens is not None and total >= max_tokens:
-            return
+def _visits(sources: Sequence[Source]) -> Iterator[tuple[int, int, Raw]]:
+    """Source, slot and raw document, over all slots in an order spread evenly; then what no slot had."""
+    ends = np.cumsum([source.slots for source in sources])
+    total = int(ends[-1])
+    for place in np.argsort(np.arange(total) * GOLDEN % 1.0, kind="stable").tolist():
+        number = int(np.searchsorted(ends, place, side="right"))
+        slot = place - int(ends[number]) + sources[number].slots
+        for raw in sources[number].read(slot):
+            yield number, 0 if isinstance(sources[number], Rows) else slot, raw
+    for number, source in enumerate(sources):
+        for raw in source.rest():
+            yield number, 0, raw
 
 
-def _read(
-    source: Source, tokenizer: PreTrainedTokenizerFast | None, *, vocab_size: int, end_of_text: int | None
-) -> Iterator[Ids]:
-    """The token ids of each document of a file or of a dataset of the Hub."""
-    if isinstance(source, Path) and _builder(source) is None:
-        for document in read_documents([source], tokenizer, vocab_size=vocab_size, end_of_text=end_of_text):
-            yield document.ids.astype(np.int32)
-        return
-    tokenizer = need_tokenizer(tokenizer, source)
-    texts = (text for text in _rows(source) if text.strip())
-    empty = True
-    while batch := list(islice(texts, _BATCH)):
-        named = {str(index): text for index, text in enumerate(batch)}
-        for document in documents_from_strings(named, tokenizer, end_of_text):
-            check_ids(document.ids, source, vocab_size)
-            yield document.ids.astype(np.int32)
-        empty = False
-    if empty:
-        raise ConverterError("There is no text in it", where=str(source), why=f"No row's '{_FIELD}' has any")
+def _tokenized(
+    raws: Iterable[tuple[int, int, Raw]], sources: Sequence[Source], tokens: ModelTokens
+) -> Iterator[tuple[int, Document, bool, int]]:
+    """Source, document, whether it starts, and slot; texts are tokenized a batch at a time."""
+    waiting: list[tuple[int, int, Raw]] = []
+    size = 0
+    for each in raws:
+        waiting.append(each)
+        size += len(each[2].content)
+        if size >= _BATCH:
+            yield from _batch(waiting, sources, tokens)
+            waiting, size = [], 0
+    yield from _batch(waiting, sources, tokens)
 
 
-def _rows(source: Source) -> Iterator[str]:
-    """The text of each row; raises ConverterError for what `datasets` cannot read and for rows without the field."""
-    import datasets
-
-    # It reports a damaged row twice: to a log, and by an exception, which we pass on.
-    datasets.logging.set_verbosity(logging.CRITICAL)
-    rows = iter(_streamed(source))
-    while True:
-        try:
-            row = next(rows, None)
-        except Exception as error:  # those of pyarrow, of fsspec and of a Hub client, by format and place
-            raise ConverterError(
-                "The dataset cannot be read",
-                where=str(source),
-                why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            ) from error
-        if row is None:
-            return
-        text = row.get(_FIELD, "")
-        if _FIELD not in row or not isinstance(text, (str, NoneType)):
-            fields = ", ".join(f"'{name}' ({type(value).__name__})" for name, value in row.items())
-            raise ConverterError(
-                f"There is no text in a field '{_FIELD}'",
-                where=str(source),
-                why=f"A row has {fields}",
-                fix=f"Rename the field that holds the text to '{_FIELD}'",
-            )
-        yield text or ""
+def _batch(
+    raws: Sequence[tuple[int, int, Raw]], sources: Sequence[Source], tokens: ModelTokens
+) -> Iterator[tuple[int, Document, bool, int]]:
+    texts = [_sound(raw.content) for _, _, raw in raws if isinstance(raw.content, str)]
+    encoded = iter(encode(texts, tokens.reader("text")) if texts else [])
+    for number, slot, raw in raws:
+        ids = next(encoded) if isinstance(raw.content, str) else raw.content
+        tokens.check(ids, sources[number].name)
+        if not len(ids):
+            continue
+        opens = raw.starts and not isinstance(sources[number], IdRows)
+        document = Document(sources[number].name, tokens.opened(ids) if opens else ids.astype(np.int32), raw.ended)
+        yield number, document, raw.starts, slot
 
 
-def _streamed(source: Source) -> Iterator[dict[str, Any]]:
-    """Rows of a file or of a dataset of the Hub, as `datasets` gives them."""
-    from datasets import load_dataset
-
-    if isinstance(source, Path):
-        if source.stat().st_size == 0:  # datasets would raise a bare StopIteration
-            return
-        yield from load_dataset(_builder(source), data_files=str(source), split="train", streaming=True)
-    else:
-        name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
-        owner, _, rest = name.partition("/")
-        short, _, config = rest.partition("/")
-        yield from load_dataset(f"{owner}/{short}", config or None, split=split or "train", streaming=True)
+def _sound(text: str) -> str:
+    """A text without halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-def _builder(path: Path) -> str | None:
-    return _BUILDERS.get((path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix)
+def joined(pieces: Sequence[Piece]) -> list[Document]:
+    """Documents in the order of the text; pieces that follow each other are one again."""
+    documents: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: piece.place):
+        last = documents[-1][-1] if documents else None
+        if last is not None and not piece.starts and _follows(last, piece):
+            documents[-1].append(piece)
+        else:
+            documents.append([piece])
+    return [_one(parts) for parts in documents]
 
 
-def _key(sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast | None, *decisive: int | None) -> str:
-    """A name made of all that decides the ids."""
-    files = [
-        (str(source.resolve()), source.stat().st_size, source.stat().st_mtime_ns)
-        if isinstance(source, Path)
-        else source
-        for source in sources
-    ]
-    reader = None
-    if tokenizer is not None:  # it is asked for whole documents, whatever it cuts and pads by itself
-        pipeline = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-        reader = (pipeline, tokenizer.eos_token)
-    return "tokens-" + hashlib.sha256(json.dumps([files, reader, decisive]).encode()).hexdigest()[:16]
+def _follows(last: Piece, piece: Piece) -> bool:
+    """Whether a piece goes on where another stopped, in the same slot or in the next."""
+    (source, slot, number), (other, before, earlier) = piece.place, last.place
+    if last.document.ended or source != other:
+        return False
+    return number == earlier + 1 if slot == before else slot == before + 1
 
 
-def _build(documents: Iterable[Ids], folder: Path) -> None:
-    """Write the ids of documents into a cache folder that appears complete or not at all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".", ignore_cleanup_errors=True) as name:
-        partial = Path(name, folder.name)
-        partial.mkdir()
-        digest, lengths = hashlib.sha256(), [0]
-        with (partial / _IDS).open("wb") as file:
-            for ids in documents:
-                file.write(ids.data)
-                digest.update(ids.data)
-                lengths.append(len(ids))
-        offsets = np.cumsum(lengths, dtype=np.int64)
-        digest.update(offsets.data)
-        np.save(partial / _OFFSETS, offsets)
-        facts = {"tokens": int(offsets[-1]), "documents": len(offsets) - 1, "fingerprint": digest.hexdigest()}
-        (partial / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not folder.exists():  # else another process was first, with the same ids
-                raise
+def _one(parts: Sequence[Piece]) -> Document:
+    if len(parts) == 1:
+        return parts[0].document
+    return Document(
+        parts[0].document.name, np.concatenate([part.document.ids for part in parts]), parts[-1].document.ended
+    )
 
 
-def _open(folder: Path) -> Corpus:
-    """The corpus in a cache folder, its ids mapped."""
-    try:
-        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-        ids = np.memmap(folder / _IDS, dtype=np.int32, mode="r", shape=(facts["tokens"],))
-        offsets = np.load(folder / _OFFSETS)
-        return Corpus(ids, offsets, facts["fingerprint"])
-    except (OSError, ValueError, KeyError) as error:
-        raise ConverterError(
-            "The tokens in the cache are damaged", where=str(folder), why=str(error), fix="Remove this folder"
-        ) from error
+def documents_of(texts: Mapping[str, str], tokens: ModelTokens) -> list[Document]:
+    """A document for each named text, tokenized with no special tokens added, opened; its end is real."""
+    encoded = encode(list(texts.values()), tokens.reader("text"))
+    return [Document(name, tokens.opened(ids), ended=True) for name, ids in zip(texts, encoded, strict=True)]
