@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from converter.conversion.recipe import load_recipe
 from converter.errors import CheckpointError, ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.files.checkpoint import Checkpoint
+from converter.files.tokenizer import load_tokenizer
 from converter.measure.models import load_transformers
 from converter.spec import Activation
 
@@ -426,3 +428,79 @@ def test_lists_within_lists_beside_the_weights_are_looked_at_once(deep, tmp_path
     loop["self"] = loop
     content = saved(Model()) | {"lists": nested, "loop": loop}
     assert SourceModel.open(write(tmp_path / "model", content)).family.name == "nanogpt"
+
+
+# A tokenizer of characters
+
+
+CHARACTERS = sorted(set("\n !$&',-.3:;?" + "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"))
+
+
+def meta(folder: Path, **changes: Any) -> Path:
+    """What nanoGPT's data/shakespeare_char/prepare.py writes."""
+    content = {
+        "vocab_size": len(CHARACTERS),
+        "itos": dict(enumerate(CHARACTERS)),
+        "stoi": {character: index for index, character in enumerate(CHARACTERS)},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "meta.pkl").write_bytes(pickle.dumps({**content, **changes}))
+    return folder
+
+
+def test_a_model_of_characters_is_converted_with_its_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = write(tmp_path / "run", saved(Model(vocab_size=len(CHARACTERS))))
+    assert "meta.pkl" in " ".join(converter.inspect(path).warnings)
+    meta(path.parent)
+    assert "meta.pkl" not in " ".join(converter.inspect(path).warnings)
+    lines = "First Citizen:\nBefore we proceed any further, hear me speak.\n\n"
+    tokenizer = load_tokenizer(path.parent)
+    assert tokenizer is not None
+    wanted = [CHARACTERS.index(character) for character in lines]
+    assert tokenizer(lines)["input_ids"] == wanted
+    (tmp_path / "shakespeare.txt").write_text(lines * 60)
+    converter.convert(path, tmp_path / "llama", text=[tmp_path / "shakespeare.txt"])
+    written = AutoTokenizer.from_pretrained(tmp_path / "llama")
+    assert written(lines)["input_ids"] == wanted
+    assert written.decode(wanted) == lines
+
+
+class Runs:
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.made}",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stoi": None}, "no dict 'stoi'"),
+        ({"stoi": {"ab": 0}}, "single characters"),
+        ({"stoi": {"a": 0, "b": 2}}, "from 0 to 1, each once"),
+        ({"itos": {0: "x"}}, "not the inverse"),
+        ({"vocab_size": 3}, "vocab_size is 3"),
+        ({"more": Namespace(a=1)}, "plain dicts, text and numbers"),
+    ],
+    ids=str,
+)
+def test_a_meta_that_is_no_table_of_characters(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(meta(tmp_path, **changes))
+    assert str(caught.value).startswith(str(tmp_path / "meta.pkl"))
+    assert words in str(caught.value)
+
+
+def test_a_meta_with_a_payload_or_a_huge_memo_is_refused_and_not_run(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="could run code"):
+        load_tokenizer(meta(tmp_path, more=Runs(tmp_path / "made")))
+    assert not (tmp_path / "made").exists()
+    (tmp_path / "meta.pkl").write_bytes(b"\x80\x04}r\xff\xff\xff\x7f.")
+    with pytest.raises(CheckpointError, match="larger than the file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "meta.pkl").write_bytes(b"\x80\x04}")
+    with pytest.raises(CheckpointError, match="the pickle is damaged"):
+        load_tokenizer(tmp_path)

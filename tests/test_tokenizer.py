@@ -445,6 +445,19 @@ def test_importing_the_module_imports_neither_torch_nor_transformers():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_a_result_asks_for_what_a_llama_takes_though_the_source_lists_more(tmp_path):
+    """U11: `generate(**tokenizer(...))` fails on token_type_ids."""
+    source = tmp_path / "source"
+    source.mkdir()
+    tokenizer_json_of_gpt2(source)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "llama")
+    assert set(AutoTokenizer.from_pretrained(tmp_path / "llama")("a b")) == {"input_ids", "attention_mask"}
+    assert set(load_tokenizer(source)("a b")) == {"input_ids", "attention_mask"}
+
+
 #: Run by the other interpreter: for each folder the class, the names and, for each text, the ids.
 OLD_SCRIPT = """
 import json, sys

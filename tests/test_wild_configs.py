@@ -177,6 +177,40 @@ def test_a_gpt2_without_model_type_is_known_by_its_architecture(tmp_path: Path) 
     assert "taken for a gpt2" in notes(folder)
 
 
+# Buffers that transformers skips
+
+COUNTED = torch.arange(models.CONTEXT)[None]
+
+
+@pytest.mark.parametrize(
+    ("make_model", "name", "buffer", "wrong"),
+    [
+        (models.opt, "model.decoder.version", torch.tensor([3.0]), torch.ones(4)),
+        (models.opt, "decoder.version", torch.tensor([3.0]), torch.ones(4)),
+        (models.gpt2, "transformer.position_ids", COUNTED, COUNTED.flip(1)),
+        (models.openai_gpt, "position_ids", COUNTED[0], COUNTED[0] + 2),
+        (models.llama, "model.position_ids", COUNTED, COUNTED + 1),
+        (models.llama, "model.rotary_emb.inv_freq", 1e4 ** -(torch.arange(8) / 8), torch.ones(8)),
+    ],
+    ids=str,
+)
+def test_a_buffer_that_carries_nothing_is_left_out_and_another_is_refused(
+    make_model: Any, name: str, buffer: torch.Tensor, wrong: torch.Tensor, tmp_path: Path
+) -> None:
+    model, ids = make_model(), models.random_ids()
+    for folder, tensor in (("right", buffer), ("wrong", wrong)):
+        tensors = models.tensors_of(model) | {name: tensor}
+        source = SourceModel.open(models.write(tmp_path / folder, models.config_of(model), tensors))
+        if folder == "wrong":
+            with pytest.raises(UnsupportedError, match=name.replace(".", r"\.")):
+                source.check_contents()
+            continue
+        source.check_contents()
+        assert name in {drop.name for drop in source.dropped}
+        with torch.no_grad():
+            assert models.relative(models.reference_logits(tmp_path / folder, ids), model(ids).logits) <= 1e-5
+
+
 # U5: models that no family reads
 
 

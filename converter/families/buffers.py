@@ -32,6 +32,25 @@ def _not_a_fill_value(checkpoint: Checkpoint, info: TensorInfo, spec: ModelSpec)
     return None if info.shape in ((), (1,)) else f"its shape is {list(info.shape)}, and the fill value is one number"
 
 
+def position_ids(pattern: str = r"position_ids") -> Drop:
+    """The numbers from 0 on, (N,) or (1, N), that old code stored to look positions up with."""
+    return Drop(pattern, "table of the numbers from 0 on", _not_counting)
+
+
+def _not_counting(checkpoint: Checkpoint, info: TensorInfo, spec: ModelSpec) -> str | None:
+    found = checkpoint.read(info.name).flatten().tolist()
+    return None if found == list(range(len(found))) else "its numbers do not count from 0 on, so positions are moved"
+
+
+def version(pattern: str) -> Drop:
+    """A version number of the code that wrote the file, as fairseq stores it."""
+    return Drop(pattern, "version number of the code", _not_a_version)
+
+
+def _not_a_version(checkpoint: Checkpoint, info: TensorInfo, spec: ModelSpec) -> str | None:
+    return None if info.shape in ((), (1,)) else f"its shape is {list(info.shape)}, and a version is one number"
+
+
 def frequencies(pattern: str) -> Drop:
     """The angle per position of each rotary pair, (rotary_dim / 2,), as the config gives it."""
     return Drop(pattern, "table of rotary frequencies that follows from theta", _other_frequencies)

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from converter.families import TargetFamily, family
-from converter.families.buffers import causal_mask, fill_value
+from converter.families.buffers import causal_mask, fill_value, position_ids
 from converter.families.config import ConfigReader
 from converter.families.fields import CLASSIFIERS, GPT_ALIASES, TRAINING, activation_name
 from converter.families.holding import ANY_DECODER, refuse
@@ -65,7 +65,7 @@ class GPT2(TargetFamily):
         "final_norm": "ln_f",
     }
     transposed = True
-    drops = (causal_mask(r"h\.\d+\.attn\.bias"), fill_value(r"h\.\d+\.attn\.masked_bias"))
+    drops = (causal_mask(r"h\.\d+\.attn\.bias"), fill_value(r"h\.\d+\.attn\.masked_bias"), position_ids())
 
     def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:
         spec = super().read_spec(config, tied)

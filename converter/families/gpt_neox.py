@@ -69,7 +69,7 @@ class GPTNeoX(Family):
     drops = (
         causal_mask(r"layers\.\d+\.attention\.bias"),
         fill_value(r"layers\.\d+\.attention\.masked_bias"),
-        frequencies(r"layers\.\d+\.attention\.rotary_emb\.inv_freq"),
+        frequencies(r"(layers\.\d+\.attention\.)?rotary_emb\.inv_freq"),
     )
 
     def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from converter.errors import UnsupportedError
 from converter.families import Family, family
-from converter.families.buffers import causal_mask, fill_value
+from converter.families.buffers import causal_mask, fill_value, position_ids
 from converter.families.config import ConfigReader
 from converter.families.fields import CLASSIFIERS, GPT_ALIASES, TRAINING
 from converter.families.mapping import Drop
@@ -69,6 +69,7 @@ class GPTJ(Family):
         causal_mask(r"h\.\d+\.attn\.bias"),
         fill_value(r"h\.\d+\.attn\.masked_bias"),
         Drop(r"h\.\d+\.attn\.embed_positions", "table of sines and cosines"),
+        position_ids(),
     )
 
     def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:

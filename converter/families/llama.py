@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 from converter.errors import UnsupportedError
 from converter.families import TargetFamily, family
-from converter.families.buffers import frequencies
+from converter.families.buffers import frequencies, position_ids
 from converter.families.config import ConfigReader
 from converter.families.fields import TRAINING, activation_name
 from converter.families.holding import ANY_DECODER, refuse
+from converter.families.mapping import Drop
 from converter.families.rope_config import read_rope
 from converter.spec import ModelSpec, Norm, Positions
 
@@ -63,7 +64,10 @@ class Llama(TargetFamily):
         "k_norm": "layers.{}.self_attn.k_norm",
         "final_norm": "norm",
     }
-    drops = (frequencies(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),)
+    drops: ClassVar[tuple[Drop, ...]] = (
+        frequencies(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
+        position_ids(),
+    )
 
     def read_spec(self, config: ConfigReader, tied: bool) -> ModelSpec:
         spec = super().read_spec(config, tied)

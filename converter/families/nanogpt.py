@@ -7,6 +7,8 @@ Two facts are not in the file and can be said in a `nanogpt.json` beside it:
 `activation_function` is "gelu" (erf, `nn.GELU()`) or "gelu_new" (the tanh form), as nanoGPT had until 17 May
 2023. Without it erf is taken, but for files whose model_args have no `bias`: those are older than 27 January
 2023, when nanoGPT got that key, and so have the tanh form for certain.
+
+A model of characters has its tokenizer in the `meta.pkl` of its data, which is read when it lies beside the file.
 """
 
 from __future__ import annotations
@@ -68,6 +70,11 @@ class NanoGPT(Family):
             found.append(
                 f"of the {_PADDED} rows of the embeddings {_PADDED - _TOKENS} are padding, if it was trained with "
                 f"GPT-2's tokenizer of {_TOKENS} tokens, as nanoGPT does by default; all rows are kept"
+            )
+        if config.get("vocab_size") not in (_TOKENS, _PADDED) and tokens is None:
+            found.append(
+                f"it has no tokenizer and its {config.get('vocab_size')} tokens are not GPT-2's: for characters, "
+                "put the meta.pkl of its data (data/<dataset>/meta.pkl) beside it"
             )
         return found
 

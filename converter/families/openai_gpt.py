@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from converter.families import Family, family
-from converter.families.buffers import causal_mask
+from converter.families.buffers import causal_mask, position_ids
 from converter.families.gpt2 import GPT2
-from converter.families.mapping import Drop
 from converter.spec import Activation
 
 
@@ -38,7 +37,7 @@ class OpenAIGPT(Family):
     ignored = {key: why for key, why in GPT2.ignored.items() if key != "reorder_and_upcast_attn"}  # noqa: RUF012
     modules: ClassVar = {**GPT2.modules, "embed": "tokens_embed", "positions": "positions_embed"}
     transposed = True
-    drops = (causal_mask(r"h\.\d+\.attn\.bias"), Drop(r"position_ids", "the numbers from 0 on"))
+    drops = (causal_mask(r"h\.\d+\.attn\.bias"), position_ids())
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return config.get("model_type") == "openai-gpt"

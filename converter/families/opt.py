@@ -11,6 +11,7 @@ from typing import ClassVar
 from converter.blocks import BlockRef
 from converter.errors import UnsupportedError
 from converter.families import Family, family
+from converter.families.buffers import position_ids, version
 from converter.families.config import ConfigReader
 from converter.families.fields import TRAINING
 from converter.families.mapping import Ones, Projected, Skipped, TensorMapping
@@ -48,6 +49,7 @@ class OPT(Family):
         **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "layerdrop"), TRAINING),
         "init_std": "training starts only",
     }
+    drops = (version(r"version"), position_ids())
     modules: ClassVar = {
         "embed": "embed_tokens",
         "positions": "embed_positions",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converter.errors import CheckpointError, UnsupportedError, VerificationError
+from converter.files.characters import META_FILE, character_pipeline, read_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,6 +29,12 @@ CONFIG_FILE = "tokenizer_config.json"
 
 #: Files that hold a vocabulary. A folder with none of them, and no `tokenizer_config.json`, has no tokenizer.
 VOCABULARY_FILES = (TOKENIZER_FILE, "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+
+#: Files of another tokenizer or another format, beside which a `meta.pkl` is not nanoGPT's.
+_NOT_NANOGPT = (*VOCABULARY_FILES, CONFIG_FILE, "config.json")
+
+#: What a LLaMA takes. Tokenizers of other models list token_type_ids too, and `generate(**tokenizer(...))` fails on it.
+_INPUTS = ["input_ids", "attention_mask"]
 
 #: The class that takes `tokenizer.json` as it is. Read from `transformers` by name, to import it late.
 _PLAIN_CLASS = "PreTrainedTokenizerFast"
@@ -78,15 +85,16 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     """The tokenizer in `folder` as a plain fast tokenizer, or None where there are no tokenizer files.
 
     Reads `tokenizer.json`, or GPT-2's `vocab.json` + `merges.txt`, or what else transformers can turn
-    into a fast tokenizer. Needs no `config.json`, runs no code from the folder, asks no network. Special
-    tokens and their defaults are those of the class that the folder declares.
+    into a fast tokenizer, or the `meta.pkl` of a nanoGPT that was trained on characters. Needs no `config.json`,
+    runs no code from the folder, asks no network. Special tokens and their defaults are those of the class that the
+    folder declares.
 
     Raises `CheckpointError` for a damaged tokenizer, `UnsupportedError` for one that has no fast form or
     whose class is code of the folder's own.
     """
     present = {name for name in (*VOCABULARY_FILES, CONFIG_FILE) if (folder / name).is_file()}
     if not present:
-        return _gguf_tokenizer(folder)
+        return _character_tokenizer(folder) or _gguf_tokenizer(folder)
     config = _read_json(folder / CONFIG_FILE)
     name = _class_name(folder, config, slow_gpt2={"vocab.json", "merges.txt"} <= present)
     try:
@@ -153,6 +161,8 @@ def vocabulary_size(folder: Path) -> int | None:
 
     Raises `CheckpointError` for a damaged file.
     """
+    if _has_characters(folder):
+        return len(read_characters(folder / META_FILE))
     pipeline, _ = (_read_json(folder / name) for name in (TOKENIZER_FILE, CONFIG_FILE))
     file = folder / (TOKENIZER_FILE if pipeline else "vocab.json")
     model = pipeline.get("model") if pipeline else {"vocab": _read_json(file)}
@@ -218,7 +228,7 @@ def first_difference(
     include the tokens that a tokenizer adds by itself.
     """
     for text in (*PROBE_TEXTS, *_around_added_tokens(a), *_around_added_tokens(b)):
-        one, two = (list(each(text, add_special_tokens=special, verbose=False)["input_ids"]) for each in (a, b))
+        one, two = (_ids(each, text, special) for each in (a, b))
         if one != two:
             pairs = enumerate(zip(one, two, strict=False))
             first = next((i for i, (x, y) in pairs if x != y), min(len(one), len(two)))
@@ -232,6 +242,14 @@ def first_difference(
     token, index = min(differing, key=lambda item: (item[1], item[0]))
     owner = names[0] if a.get_vocab().get(token) == index else names[1]
     return f"in their vocabularies: only {owner} has {token!r} with id {index}"
+
+
+def _ids(tokenizer: PreTrainedTokenizerFast, text: str, special: bool) -> list[int]:
+    """The ids of a text; none for a text that the tokenizer refuses, as one of characters does with those it lacks."""
+    try:
+        return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    except Exception:  # `tokenizers` raises bare Exception
+        return []
 
 
 def _around_added_tokens(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
@@ -326,7 +344,7 @@ def _plain(loaded: PreTrainedTokenizerFast, file: Path) -> PreTrainedTokenizerFa
         model_max_length=loaded.model_max_length,
         padding_side=loaded.padding_side,
         truncation_side=loaded.truncation_side,
-        model_input_names=loaded.model_input_names,
+        model_input_names=_INPUTS,
         clean_up_tokenization_spaces=loaded.clean_up_tokenization_spaces,
         split_special_tokens=loaded.split_special_tokens,
         chat_template=loaded.chat_template,
@@ -353,13 +371,13 @@ def _tokenizer_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """
     named = {name: token for name in _NAMED_TOKENS if (token := getattr(tokenizer, name)) is not None}
     extra = [token for token in tokenizer.all_special_tokens if token not in named.values()]
-    bare, dressed = (list(tokenizer("a", add_special_tokens=on)["input_ids"]) for on in (False, True))
+    bare, dressed = (_ids(tokenizer, "a", on) for on in (False, True))
     config: dict[str, Any] = {
         "tokenizer_class": _PLAIN_CLASS,
         "model_max_length": tokenizer.model_max_length,
         "padding_side": tokenizer.padding_side,
         "truncation_side": tokenizer.truncation_side,
-        "model_input_names": list(tokenizer.model_input_names),
+        "model_input_names": _INPUTS,
         "clean_up_tokenization_spaces": tokenizer.clean_up_tokenization_spaces,
         "split_special_tokens": tokenizer.split_special_tokens,
         "add_prefix_space": bool(_prefix_space(tokenizer.backend_tokenizer)),
@@ -375,6 +393,26 @@ def _tokenizer_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     elif template is not None:
         config["chat_template"] = template
     return config
+
+
+def _has_characters(folder: Path) -> bool:
+    """Whether a folder is one of nanoGPT's with a tokenizer of characters."""
+    return (folder / META_FILE).is_file() and not any((folder / name).is_file() for name in _NOT_NANOGPT)
+
+
+def _character_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of characters in a folder of nanoGPT's."""
+    if not _has_characters(folder):
+        return None
+    import transformers
+
+    plain = getattr(transformers, _PLAIN_CLASS)
+    tokenizer: PreTrainedTokenizerFast = plain(
+        tokenizer_object=character_pipeline(read_characters(folder / META_FILE)),
+        model_input_names=_INPUTS,
+        clean_up_tokenization_spaces=False,
+    )
+    return tokenizer
 
 
 def _gguf_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
