@@ -313,7 +313,8 @@ def test_a_failed_conversion_ends_with_1(source: Path, tmp_path: Path, monkeypat
 
 
 def test_what_the_input_puts_into_a_message_is_one_printable_line(tmp_path):
-    model = models.save(models.gpt2(), tmp_path / "model", **{"odd\n\x1b[31m\ud800name": "x" * 100_000})
+    odd = "odd\n\x1b[31m\ud800name" + "x" * 100_000
+    model = models.save(models.gpt2(), tmp_path / "model", activation_function=odd)
     result = run("convert", model, tmp_path / "out")
     assert result.exit_code == 2
     (line,) = result.output.splitlines()

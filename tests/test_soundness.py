@@ -170,6 +170,16 @@ def test_a_tokenizer_that_does_not_load_is_refused_before_the_walk(saved, tmp_pa
     assert fault.what in said
 
 
+@pytest.mark.parametrize(("name", "words"), [("int8", "is of type int8"), ("window", "windowed")])
+def test_eval_and_verify_run_nothing_that_does_not_convert(name, words, saved, tmp_path) -> None:
+    """transformers would take the numbers for weights, and ignore the mask."""
+    damage, _ = (DAMAGES | OF_GPT2)[name]
+    damage(saved("gpt2"), "gpt2")
+    sound, text = models.save(models.gpt2(), tmp_path / "sound"), models.write_ids(tmp_path / "ids.npy")
+    for measure in (converter.evaluate, lambda path, text: converter.verify(sound, path, text=text)):
+        assert words in str(refusal(lambda measure=measure: measure(tmp_path / "source", text=text)))
+
+
 # inspect answers on everything with a config
 
 

@@ -87,7 +87,7 @@ main.add_command(upgrade)
 @token_bytes
 @_as_json
 def inspect(path: Path, mapping: bool, text: tuple[Text, ...], as_json: bool) -> None:
-    """Say what a checkpoint is, from its headers and config.
+    """Say what a checkpoint is, from its headers and config, and what stops its conversion.
 
     With --text it also runs the model against itself with all positions shifted.
 
@@ -122,7 +122,7 @@ def inspect(path: Path, mapping: bool, text: tuple[Text, ...], as_json: bool) ->
 @_as_json
 @click.pass_context
 def check(context: click.Context, path: Path, full: bool, as_json: bool) -> None:
-    """Say everything that is wrong with a checkpoint's files, not the first fault alone.
+    """Say everything that `convert` refuses about a checkpoint's files, not the first fault alone.
 
     Fails (exit code 1) where there is a fault; remarks are none.
 
@@ -326,7 +326,7 @@ def verify(
     device: str,
     as_json: bool,
 ) -> None:
-    """Compare two checkpoints on text, each run by transformers' own class.
+    """Compare two checkpoints on text, each run by transformers' own class, or by ours where it has none.
 
     Fails (exit code 1) where B is further from A than --max-kl: by default 1e-4 nats per token, or twice what
     B's own conversion.json says that its conversion cost.

@@ -124,6 +124,7 @@ def _special(model: PreTrainedModel) -> dict[str, Any]:
 def load(source: SourceModel) -> RunningModel:
     """A checkpoint by transformers' own class, or by the reference forward where transformers has none."""
     if source.family.model_class is None and source.family.stand_in is None:
+        source.check_contents()
         return ReferenceModel(source.spec, lambda ref: source.read_block(ref, torch.float32))
     return TransformersModel(load_transformers(source))
 
