@@ -85,7 +85,7 @@ def test_how_long_a_sequence_may_be(kind, context, longest, tmp_path):
         path, _ = saved(kind, tmp_path / kind)
     loaded = RunnableCheckpoint(path)
     assert (loaded.model.context, loaded.model.longest, loaded.model.device.type) == (context, longest, "cpu")
-    assert loaded.opening == (None if kind == "gguf" else 0)
+    assert loaded.tokens().opening == (None if kind == "gguf" else 0)
 
 
 def test_verify_refuses_a_window_beyond_learned_positions(tmp_path):
