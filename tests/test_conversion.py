@@ -502,3 +502,19 @@ def test_a_single_text_needs_no_list(tmp_path: Path, text: Path) -> None:
     source = models.save(models.gpt2(), tmp_path / "source")
     assert converter.convert(source, tmp_path / "out", recipe=NAIVE, text=text).verification is not None
     assert converter.verify(source, tmp_path / "out", text=str(text)).total.kl > 0
+
+
+def test_models_that_do_not_fit_into_memory_are_verified_block_by_block(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = models.save(models.gpt2(), tmp_path / "source")
+    whole = converter.convert(source, tmp_path / "whole", recipe=NAIVE, text=text)
+    monkeypatch.setattr("converter.conversion.streamed.available_memory", lambda device: 1 << 20)
+    monkeypatch.setattr("converter.conversion.finish.load", None)  # nothing is loaded as a whole
+    streamed = converter.convert(source, tmp_path / "streamed", recipe=NAIVE, text=text)
+    assert whole.verification is not None
+    assert streamed.verification is not None
+    assert streamed.verification.total.kl == pytest.approx(whole.verification.total.kl, rel=1e-4)
+    assert (streamed.speed, whole.verified_by) == (None, "transformers' own class of each")
+    assert "block by block" in json.loads((tmp_path / "streamed" / "conversion.json").read_text())["verified_by"]
+    assert "block by block" in (tmp_path / "streamed" / "README.md").read_text()

@@ -144,6 +144,6 @@ def test_a_rate_and_a_batch_of_nothing_are_refused(override: str) -> None:
 def test_streams_on_disk_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = source(tmp_path)
     in_memory = walk(opened, *BEFORE, FitBlocks(steps=2), rows=4).tensors
-    monkeypatch.setattr("converter.conversion.streams._IN_MEMORY", 1000)
+    monkeypatch.setattr("converter.conversion.streams.IN_MEMORY", 1000)
     on_disk = walk(opened, *BEFORE, FitBlocks(steps=2), rows=4).tensors
     assert all(torch.equal(tensor, on_disk[name]) for name, tensor in in_memory.items())

@@ -8,14 +8,20 @@ import pytest
 import torch
 
 from converter.blocks import Block
+from converter.conversion.memory import expected_memory
 from converter.conversion.report import StepReport, unexplained_drift
 from converter.conversion.run import plan_conversion
+from converter.conversion.streamed import compare_streamed
 from converter.conversion.walk import Walk
+from converter.families.opened import SourceModel
 from converter.measure.metrics import Tally, batches, predictions
+from converter.measure.models import load
+from converter.measure.verify import compare
 from converter.ops import Notes
 from converter.text.windows import Windows
 
 RECIPE = "gpt2-to-llama-naive"
+FEW_STEPS = {RECIPE: [], "gpt2-to-llama": ["fit_blocks.steps=1"]}
 
 
 @pytest.fixture
@@ -147,3 +153,29 @@ def test_an_exact_step_is_not_blamed_for_the_drift_of_lossy_ones_before_it():
     assert unexplained_drift([lossy, exact]) is None
     worse = dataclasses.replace(exact, drift=(0.5, 0.7))
     assert "after b, layers.0" in (unexplained_drift([lossy, worse]) or "")
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, "gpt2-to-llama"])
+def test_a_dry_run_says_how_large_the_activations_become(tmp_path, recipe):
+    """With text that fills the recipe's budget, to the byte."""
+    budget = ["verify.tokens=144", "calibration.tokens=216"]
+    plan = plan_conversion(models.save(models.gpt2(), tmp_path / "source"), recipe, [*budget, *FEW_STEPS[recipe]])
+    texts = [random_windows(plan.source.spec.vocab_size, count, 72, 72) for count in (3, 2)]
+    walk = Walk(plan, *texts)
+    list(walk)
+    states = [state for _, streams in walk._streams() for state in streams.states.values()]
+    held = {state.data_ptr(): state.numel() * state.itemsize for state in states}
+    memory = expected_memory(plan)
+    assert memory.streams == sum(held.values())
+    assert memory.stream_files == 0
+    assert memory.peak >= memory.streams + memory.weights
+
+
+def test_a_comparison_block_by_block_is_that_of_whole_models(plan, tmp_path):
+    windows = random_windows(plan.source.spec.vocab_size)
+    other = SourceModel.open(models.save(models.llama(), tmp_path / "llama"))
+    whole = compare(load(plan.source), load(other), windows)
+    streamed = compare_streamed(plan.source, other, windows)
+    assert streamed.total.kl == pytest.approx(whole.total.kl, rel=1e-4)
+    assert streamed.total.loss == pytest.approx(whole.total.loss, rel=1e-4)
+    assert [each.tokens for each in streamed.buckets] == [each.tokens for each in whole.buckets]

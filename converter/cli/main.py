@@ -271,14 +271,16 @@ def convert(
     from converter.conversion import run as conversion
 
     if dry_run:
+        from converter.conversion.memory import expected_memory
         from converter.show.tables import plan_tables
 
         plan = conversion.plan_conversion(source, recipe, overrides, dtype, trim_vocab)
         conversion.check_conversion(plan, target, text, eval_text, max_shard_size, overwrite, resume)
+        memory = expected_memory(plan)
         if as_json:
-            click.echo(to_json(plan.to_dict()))
+            click.echo(to_json(plan.to_dict() | {"memory": memory.to_dict(), "peak_bytes": memory.peak}))
             return
-        print_all(plan_tables(plan))
+        print_all(plan_tables(plan, memory))
         return
     with progress(hidden=as_json) as bars:
         report = conversion.convert(

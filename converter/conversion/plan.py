@@ -8,6 +8,7 @@ and the memory that the walk needs.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -15,11 +16,13 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from converter.blocks import Block, BlockRef, Dropped, block_shapes, blocks
+from converter.blocks import HEAD, Block, BlockRef, Dropped, block_shapes, blocks
 from converter.conversion.recipe import Recipe
 from converter.errors import ConverterError, RecipeError, UnsupportedError, did_you_mean, paragraph
 from converter.families import TargetFamily, families
+from converter.families.config import ConfigReader
 from converter.families.opened import SourceModel
+from converter.files.json_text import to_json
 from converter.files.safetensors import num_bytes
 from converter.measure.vocabulary import Vocabulary
 from converter.ops import Notes, Op
@@ -63,7 +66,10 @@ class Plan:
     tensors: dict[str, tuple[tuple[int, ...], str]]
     #: Parts of the model that the ops drop, without norms: those need the weights.
     dropped: tuple[Dropped, ...]
-    peak_bytes: int
+    #: Bytes of the weights that the walk holds at most.
+    weight_bytes: int
+    #: The steps that change another block than the head: each has a stream of its own from there on.
+    changing: tuple[int, ...] = ()
 
     @property
     def output_bytes(self) -> int:
@@ -109,7 +115,6 @@ class Plan:
             "tensors": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in self.tensors.items()},
             "parameters": self.parameters,
             "bytes": self.output_bytes,
-            "peak_bytes": self.peak_bytes,
         }
 
 
@@ -165,6 +170,37 @@ def without_padding(recipe: Recipe, source: SourceModel) -> Recipe:
     return dataclasses.replace(recipe, steps=steps, places=("--trim-vocab", *places))
 
 
+def check_config(plan: Plan) -> None:
+    """Read the result's config back, by the target's own reader and by transformers' class, before any work.
+
+    Raises UnsupportedError where it says something else than the plan. Meta's format has no such class, and leaves
+    facts out that its readers know.
+    """
+    if plan.target.own_container:
+        return
+    where, config = "the config.json to be written", json.loads(to_json(plan.config()))
+    reader = ConfigReader(config, where)
+    found = plan.target.read_spec(reader, reader.read("tie_word_embeddings", bool, plan.target.ties_by_default))
+    reader.finish()
+    for fact, wanted in vars(plan.target_spec).items():
+        if fact != "ranks" and getattr(found, fact) != wanted:
+            raise UnsupportedError(
+                f"a {plan.target.name} cannot state the result: its {fact} would be read as {getattr(found, fact)}, "
+                f"and is {wanted}",
+                where=where,
+                fix="Choose another target, or report this with the output of inspect",
+            )
+    if plan.target.model_class is None:
+        return
+    import transformers
+
+    model_class = getattr(transformers, plan.target.model_class)
+    try:
+        model_class.config_class.from_dict(config)
+    except Exception as error:  # of many kinds
+        raise UnsupportedError("transformers would refuse it", where=where, why=" ".join(str(error).split())) from error
+
+
 def _with_cast(recipe: Recipe, dtype: DtypeName | None, source_dtype: str) -> Recipe:
     """The recipe with a cast as its last step: the one asked for, its own, or to the source's dtype."""
     steps = list(recipe.steps)
@@ -199,12 +235,12 @@ def _dry_run(plan: Plan) -> Plan:
     """Run every op on meta tensors: shapes, dtypes, drops and memory."""
     tensors: dict[str, tuple[tuple[int, ...], str]] = {}
     dropped: list[Dropped] = []
-    peak = 0
+    peak, changing = 0, set()
     for ref in blocks(plan.source.spec):
         shapes = block_shapes(plan.source.spec, ref)
         block = Block({role: torch.empty(shape, device="meta") for role, shape in shapes.items()})
         notes = Notes(ref)
-        for step in plan.steps:
+        for number, step in enumerate(plan.steps):
             result = step.op.apply(block, step.before, notes, None)
             found = {role: tuple(tensor.shape) for role, tensor in result.items()}
             if found != block_shapes(step.after, ref):
@@ -214,11 +250,21 @@ def _dry_run(plan: Plan) -> Plan:
                 )
             fresh = [tensor for role, tensor in result.items() if tensor is not block.get(role)]
             peak = max(peak, _bytes(block.values()) + _bytes(fresh))
+            fitted = step.op.follows_source and step.needed  # which it is to activations, and here are none
+            if ref != HEAD and (fresh or fitted or result.keys() != block.keys() or _other_facts(step)):
+                changing.add(number)
             block = result
         dropped += notes.dropped
         for name, tensor in plan.named(ref, block).items():
             tensors[name] = (tuple(tensor.shape), plan.dtype)
-    return dataclasses.replace(plan, tensors=tensors, dropped=tuple(dropped), peak_bytes=peak)
+    return dataclasses.replace(
+        plan, tensors=tensors, dropped=tuple(dropped), weight_bytes=peak, changing=tuple(sorted(changing))
+    )
+
+
+def _other_facts(step: PlannedStep) -> bool:
+    """Whether a layer computes something else by other facts; where the head's weights come from is none of them."""
+    return step.before.replace(tied_head=False) != step.after.replace(tied_head=False)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

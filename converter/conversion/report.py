@@ -78,8 +78,10 @@ class ConversionReport:
     target_cost: Cost
     text: str
     steps: tuple[StepReport, ...]
-    #: transformers' class of the source against transformers' class of the written files.
+    #: The source against the written files.
     verification: Comparison | None
+    #: What ran the two.
+    verified_by: str | None = None
     #: The source against itself with shifted positions: what a change of positions may be measured against.
     yardstick: tuple[Shifted, ...] = ()
     #: Tokens per second of source and result here. A machine's, not a checkpoint's: `conversion.json` lacks it.
@@ -124,6 +126,7 @@ def verification_from(saved: Mapping[str, Any]) -> dict[str, Any]:
             Shifted(each["shift"], each["first_kept"], Figures(**each["figures"]))
             for each in saved.get("yardstick", ())
         ),
+        "verified_by": saved.get("verified_by"),
         "speed": (speed[0], speed[1]) if speed else None,
     }
 

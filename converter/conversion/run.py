@@ -14,7 +14,7 @@ import torch
 
 from converter import __version__
 from converter.conversion.finish import AFTER_THE_WALK, Written
-from converter.conversion.plan import DtypeName, Plan, make_plan, without_padding
+from converter.conversion.plan import DtypeName, Plan, check_config, make_plan, without_padding
 from converter.conversion.recipe import Recipe, load_recipe, with_overrides
 from converter.conversion.report import ConversionReport, make_report
 from converter.conversion.resume import Journal
@@ -55,7 +55,9 @@ def plan_conversion(
     if isinstance(recipe, str):
         recipe = load_recipe(recipe)
     recipe = with_overrides(recipe, overrides)
-    return make_plan(opened, without_padding(recipe, opened) if trim_vocab else recipe, dtype)
+    plan = make_plan(opened, without_padding(recipe, opened) if trim_vocab else recipe, dtype)
+    check_config(plan)
+    return plan
 
 
 def check_conversion(
@@ -201,10 +203,10 @@ class Conversion:
         weights = output.work / "weights" if plan.target.own_container else output.partial
         weights.mkdir(exist_ok=True)
         _write(plan, walk, output, weights, self.shard_size, self.progress)
-        report = make_report(plan, walk.findings, texts, self.source_hash.result(), output.target)
-        written = Written(
-            *(plan, walk.findings, texts, self.verify, self.device, output, weights, report, self.progress)
-        )
+        findings = walk.findings
+        del walk  # with its activations
+        report = make_report(plan, findings, texts, self.source_hash.result(), output.target)
+        written = Written(*(plan, findings, texts, self.verify, self.device, output, weights, report, self.progress))
         for step in AFTER_THE_WALK:
             step(written)
         return written.report

@@ -20,7 +20,7 @@ from converter.spec import ModelSpec
 from converter.text.windows import Windows
 
 #: Bytes of one stream that are held in memory.
-_IN_MEMORY = 4 << 30
+IN_MEMORY = 4 << 30
 #: Predictions whose logits are computed at once; at a vocabulary of 50257 about 100 MB a model.
 _ROWS = 512
 
@@ -227,9 +227,9 @@ def logits(
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in memory, or above `_IN_MEMORY` in a file of the temporary folder that is gone when it is."""
+    """A tensor in memory, or above `IN_MEMORY` in a file of the temporary folder that is gone when it is."""
     size = math.prod(shape)
-    if size * dtype.itemsize <= _IN_MEMORY:
+    if size * dtype.itemsize <= IN_MEMORY:
         return torch.empty(shape, dtype=dtype)
     with tempfile.NamedTemporaryFile(prefix="converter-stream-") as file:
         return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)

@@ -27,7 +27,7 @@ from converter.spec import Norm
 from converter.text.windows import Windows
 
 #: Tokens of the calibration text for ops that take a few moments from it; those that follow the source see all.
-_GLANCE = 65536
+GLANCE = 65536
 
 
 #: What a walk is at, as plain values and as streams by name.
@@ -99,8 +99,8 @@ class Walk:
         self._evaluation = Streams(evaluation, prefixes, dtype, self.device) if evaluation is not None else None
         self._calibration: dict[str, Streams] = {}
         if calibration is not None:
-            texts = {"calibration": calibration, "glance": _spread(calibration, _GLANCE)}
-            for kind, calibrated in _calibrated(plan).items():
+            texts = {"calibration": calibration, "glance": _spread(calibration, GLANCE)}
+            for kind, calibrated in calibrated_prefixes(plan).items():
                 self._calibration[kind] = Streams(texts[kind], calibrated, dtype, self.device)
 
     @torch.no_grad()
@@ -242,7 +242,7 @@ def _norm_behind(source: Variant) -> Reading | None:
     return read
 
 
-def _calibrated(plan: Plan) -> dict[str, list[int]]:
+def calibrated_prefixes(plan: Plan) -> dict[str, list[int]]:
     """Which prefixes need a stream of the whole calibration text, the source's among them, and which of a part."""
     kinds: dict[str, list[int]] = {}
     for prefix, step in enumerate(plan.steps, start=1):

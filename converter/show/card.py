@@ -43,7 +43,7 @@ def model_card(report: ConversionReport) -> str:
             "![Damage by op](figures/damage_by_op.png)\n",
             markdown(damage_by_position_table(report)) + "\n",
             "## Source against result, by position\n",
-            "transformers' own class of each, in nats per token.\n",
+            f"{report.verified_by}, in nats per token.\n",
             markdown(comparison_table(report.verification, "")) + "\n",
             "![Loss by position](figures/loss_by_position.png)\n",
             "![Drift by depth](figures/drift_by_depth.png)\n",

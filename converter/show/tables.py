@@ -13,6 +13,7 @@ from converter.blocks import LINEARS, Dropped
 from converter.show.progress import printable
 
 if TYPE_CHECKING:  # `inspect` prints its tables without torch
+    from converter.conversion.memory import Memory
     from converter.conversion.plan import Plan
     from converter.conversion.report import ConversionReport
     from converter.healing.report import HealReport
@@ -197,8 +198,8 @@ def mapping_table(found: Inspection) -> Table:
     return table
 
 
-def plan_tables(plan: Plan) -> list[Table]:
-    """A dry run: the steps, and the three accounts."""
+def plan_tables(plan: Plan, memory: Memory) -> list[Table]:
+    """A dry run: the steps, the three accounts, and what it takes."""
     steps = Table(title="Plan")
     for heading in ("op", "kind"):
         steps.add_column(heading)
@@ -223,7 +224,11 @@ def plan_tables(plan: Plan) -> list[Table]:
     result.add_row("parameters", f"{plan.parameters:,}")
     result.add_row("dtype", plan.dtype)
     result.add_row("bytes", f"{plan.output_bytes:,}")
-    result.add_row("peak memory of the weights", f"{plan.peak_bytes:,} bytes")
+    result.add_row("peak memory at most", f"{memory.peak:,} bytes")
+    result.add_row("  weights of a block", f"{memory.weights:,} bytes")
+    result.add_row("  activations of the text", f"{memory.streams:,} bytes")
+    result.add_row("  activations in temporary files", f"{memory.stream_files:,} bytes of disk")
+    result.add_row("  verification", f"{memory.verification:,} bytes; block by block where less is free")
     shapes = Table(title="Tensors of the result")
     for heading in ("tensor", "shape"):
         shapes.add_column(heading)
@@ -241,7 +246,7 @@ def conversion_tables(report: ConversionReport) -> list[Any]:
     """What the terminal shows after a conversion."""
     shown: list[Any] = [damage_table(report)]
     if report.verification is not None:
-        title = "Source against the written files, each run by transformers, nats per token"
+        title = f"Source against the written files, by {report.verified_by}, nats per token"
         shown.append(comparison_table(report.verification, title))
         if report.yardstick:
             shown.append(yardstick_table(report.yardstick))
