@@ -158,7 +158,7 @@ SINGLE_DAMAGES: dict[str, tuple[Damage, str, str | None, str]] = {
     "unknown dtype": (lambda f: edit_header(f, lambda h: h[WTE].update(dtype="F5")), SINGLE, WTE, "unknown dtype F5"),
     "wrong size": (lambda f: edit_header(f, lambda h: h[WTE].update(shape=[3])), SINGLE, WTE, "does not fill"),
     "malformed entry": (lambda f: edit_header(f, lambda h: h[WTE].pop("shape")), SINGLE, WTE, "malformed"),
-    "garbage": (lambda f: (f / SINGLE).write_bytes(b"<html>404</html>"), SINGLE, None, "not a sound safetensors file"),
+    "garbage": (lambda f: (f / SINGLE).write_bytes(b"<html>404</html>"), SINGLE, None, "a web page"),
     "empty": (lambda f: (f / SINGLE).write_bytes(b""), SINGLE, None, "the file is empty"),
     "pointer": (lambda f: (f / SINGLE).write_text(LFS), SINGLE, None, "git-lfs pointer"),
     "no weights": (lambda f: (f / SINGLE).unlink(), "source", None, "no weights"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import collections
+import datetime
 import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -15,12 +18,13 @@ import zipfile
 from pathlib import Path
 
 import models
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from converter.errors import CheckpointError
-from converter.files.checkpoint import Checkpoint, SourceHash, TensorInfo, clean_name
+from converter.files.checkpoint import Checkpoint, TensorInfo, clean_name, hash_beside
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -255,7 +259,7 @@ def test_shards_without_an_index(folder: Path) -> None:
 
 def test_distributed_checkpoint(folder: Path) -> None:
     (folder / "__0_0.distcp").write_bytes(b"x")
-    assert_says(refusal(folder), "consolidate first")
+    assert_says(refusal(folder), "Consolidate first")
 
 
 def test_dangling_link(folder: Path) -> None:
@@ -293,7 +297,7 @@ def test_bytes_after_the_data(folder: Path) -> None:
     assert_says(refusal(folder), folder / SINGLE, "3 bytes follow the last tensor")
 
 
-@pytest.mark.parametrize("start", [b"abc", b"\xff" * 8, b"<!DOCTYPE html><html></html>", b"\x08" + b"\0" * 20])
+@pytest.mark.parametrize("start", [b"abc", b"\xff" * 8, b"\x08" + b"\0" * 20])
 def test_garbage_instead_of_a_header(folder: Path, start: bytes) -> None:
     (folder / SINGLE).write_bytes(start)
     assert_says(refusal(folder), folder / SINGLE, "not a sound safetensors file")
@@ -406,22 +410,127 @@ def test_a_payload_is_refused_and_not_run(folder: Path, zipped: bool, protocol: 
     made = folder / "made"
     tensors = {"a": torch.ones(2), "b": Payload(made)}
     torch.save(tensors, folder / BIN, _use_new_zipfile_serialization=zipped, pickle_protocol=protocol)
-    assert_says(refusal(folder), folder / BIN, f"{os.name}.system", "run code")
+    words = (f"{os.name}.system", "run code") if protocol == 2 else ("protocol 4", "torch.save(model.state_dict()")
+    assert_says(refusal(folder), folder / BIN, *words)
     assert not made.exists()
 
 
-def test_a_payload_pickled_without_torch(folder: Path) -> None:
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_payload_pickled_without_torch(folder: Path, protocol: int) -> None:
     made = folder / "made"
-    (folder / BIN).write_bytes(pickle.dumps({"a": Payload(made)}))
-    assert_says(refusal(folder), folder / BIN, f"{os.name}.system")
+    (folder / BIN).write_bytes(pickle.dumps({"a": Payload(made)}, protocol=protocol))
+    fault = refusal(folder)
+    assert_says(fault, folder / BIN, f"{os.name}.system" if protocol == 2 else f"protocol {protocol}")
+    assert "weights_only" not in fault
     assert not made.exists()
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_namespace_beside_the_tensors(folder: Path, zipped: bool) -> None:
-    state = {"a": torch.ones(2), "args": argparse.Namespace(lr=1)}
+def test_a_type_that_is_not_known_to_be_inert_is_named(folder: Path, zipped: bool) -> None:
+    state = {"model": some_tensors(), "when": datetime.timedelta(1)}
     torch.save(state, folder / BIN, _use_new_zipfile_serialization=zipped)
-    assert_says(refusal(folder), folder / BIN, "argparse.Namespace", "torch.save(model.state_dict()")
+    assert_says(refusal(folder), folder / BIN, "datetime.timedelta", "torch.save(model.state_dict()")
+
+
+#: What training runs keep beside the weights.
+BESIDE = {
+    "args": argparse.Namespace(lr=1e-3, out=Path("out")),
+    "loss": np.float64(2.5),
+    "step": np.int64(3),
+    "seed": np.array([1, 2], np.uint32),
+    "history": collections.defaultdict(list, {"loss": [1.0]}),
+    "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("key", ["model", "state_dict", "module", "model_state_dict"])
+def test_a_training_run_is_read_and_what_is_beside_the_weights_is_named(folder: Path, key: str, zipped: bool) -> None:
+    tensors = some_tensors()
+    torch.save({key: tensors, **BESIDE}, folder / BIN, _use_new_zipfile_serialization=zipped)
+    checkpoint = Checkpoint.open(folder)
+    assert_holds(checkpoint, tensors)
+    assert set(checkpoint.left_out) == set(BESIDE)
+
+
+def test_two_models_in_one_file_are_an_error(folder: Path) -> None:
+    torch.save({"model": some_tensors(), "state_dict": some_tensors()}, folder / BIN)
+    assert_says(refusal(folder), folder / BIN, "'state_dict'", "'model'")
+
+
+FIRST_BYTES = {
+    "a web page": b"<!DOCTYPE html><html><head><title>404</title></head></html>",
+    "an XML message": b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>',
+    "a git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
+    "begins with zeros": bytes(4096),
+    "a JSON text": b'{"error": "Repository not found"}',
+    "a GGUF file": b"GGUF" + bytes(100),
+    "an HDF5 file": b"\x89HDF\r\n\x1a\n" + bytes(100),
+    "a gzip archive": b"\x1f\x8b\x08" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("file", [SINGLE, BIN])
+@pytest.mark.parametrize("what", FIRST_BYTES)
+def test_what_is_no_weight_file_is_told_by_its_first_bytes(folder: Path, what: str, file: str) -> None:
+    (folder / file).write_bytes(FIRST_BYTES[what])
+    fault = refusal(folder)
+    assert_says(fault, folder / file, what)
+    assert re.search(r"Download|Run|Load|Unpack|Name it", fault)
+
+
+def test_formats_under_each_other_s_names_are_told(folder: Path) -> None:
+    save_file(some_tensors(), folder / BIN)
+    assert_says(refusal(folder), folder / BIN, "a safetensors file", "pytorch_model.safetensors")
+    (folder / BIN).unlink()
+    torch.save(some_tensors(), folder / SINGLE)
+    assert_says(refusal(folder), folder / SINGLE, "a pickle of torch.save", "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    {
+        "model.fp16.safetensors": ["variant 'fp16'", "Rename model.fp16.safetensors to model.safetensors"],
+        "model.fp16.safetensors.index.json": ["variant 'fp16'", "model.safetensors.index.json"],
+        "adapter_config.json": ["PEFT adapter", "merge_and_unload"],
+        "global_step100": ["DeepSpeed", "zero_to_fp32.py"],
+        "mp_rank_00_model_states.pt": ["DeepSpeed", "zero_to_fp32.py"],
+        "pytorch_model_fsdp_0": ["FSDP", "merge-weights"],
+        "__0_0.distcp": ["FSDP", "merge-weights"],
+        "epoch=1.ckpt": ["Lightning", "pytorch_model.bin"],
+        "lit_model.pth": ["LitGPT", "litgpt convert_from_litgpt"],
+        "tf_model.h5": ["TensorFlow", "from_tf=True"],
+        "flax_model.msgpack": ["Flax", "from_flax=True"],
+        "weights.bin": ["under a name of their own", "pytorch_model.bin"],
+    }.items(),
+)
+@pytest.mark.parametrize("config", [True, False])
+def test_a_folder_of_another_program_is_told_by_its_names(folder: Path, name: str, words: list[str], config: bool):
+    (folder / name).write_bytes(b"x")
+    if not config:
+        (folder / "config.json").unlink()
+    assert_says(refusal(folder), folder, *words)
+
+
+def test_a_single_file_is_told_by_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "last.ckpt"
+    torch.save({"state_dict": some_tensors()}, file)
+    with pytest.raises(CheckpointError, match=r"Lightning.*pytorch_model\.bin"):
+        Checkpoint.open(file)
+
+
+def test_files_of_one_name_in_two_folders_are_two(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    (first, second) = list(tensors)[:2]
+    for part, name in (("a", first), ("b", second)):
+        (tmp_path / part).mkdir()
+        save_file({name: tensors[name]}, tmp_path / part / "model.safetensors")
+    weight_map = {first: "a/model.safetensors", second: "b/model.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = Checkpoint.open(tmp_path)
+    files = {"config.json", "model.safetensors.index.json", *weight_map.values()}
+    assert checkpoint.stats().keys() == checkpoint.sha256().keys() == files
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -431,13 +540,13 @@ def test_a_whole_module(folder: Path, zipped: bool) -> None:
 
 
 def test_sharded_tensors_in_a_pickle(folder: Path) -> None:
-    (folder / BIN).write_bytes(b"\x80\x02ctorch.distributed.tensor\nDTensor\n.")
-    assert_says(refusal(folder), folder / BIN, "torch.distributed.tensor.DTensor", "consolidate first")
+    (folder / BIN).write_bytes(b"\x80\x02ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\n.")
+    assert_says(refusal(folder), folder / BIN, "ShardedTensor", "consolidate first")
 
 
-def test_entries_beside_the_tensors_are_named(folder: Path) -> None:
-    torch.save({"model": some_tensors(), "step": 7}, folder / BIN)
-    assert_says(refusal(folder), folder / BIN, "'model' (dict)", "'step' (int)")
+def test_entries_that_are_no_tensors_are_named(folder: Path) -> None:
+    torch.save({**some_tensors(), "step": 7}, folder / BIN)
+    assert_says(refusal(folder), folder / BIN, "'step' (int)")
 
 
 def test_a_pickle_of_something_else(folder: Path) -> None:
@@ -457,7 +566,7 @@ def test_a_truncated_pickle(folder: Path, zipped: bool) -> None:
     assert_says(refusal(folder), folder / BIN, "damaged")
 
 
-@pytest.mark.parametrize("data", [b"x", b"hello world", b"PK\x03\x04", b"<html>not found</html>"])
+@pytest.mark.parametrize("data", [b"x", b"hello world", b"PK\x03\x04"])
 def test_garbage_instead_of_a_pickle(folder: Path, data: bytes) -> None:
     (folder / BIN).write_bytes(data)
     assert_says(refusal(folder), folder / BIN, "damaged")
@@ -493,7 +602,7 @@ def test_same_tensor_compares_bits(folder: Path, file: str) -> None:
 def test_sha256_covers_config_index_and_weights(folder: Path) -> None:
     shard(folder)
     checkpoint = Checkpoint.open(folder)
-    digests = SourceHash(checkpoint).start().result()
+    digests = hash_beside(checkpoint).result()
     assert digests == checkpoint.sha256()
     expected = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in digests}
     assert digests == expected
@@ -505,7 +614,7 @@ def test_an_error_while_hashing_comes_with_the_result(folder: Path) -> None:
     checkpoint = Checkpoint.open(folder)
     (folder / SINGLE).unlink()
     with pytest.raises(FileNotFoundError):
-        SourceHash(checkpoint).start().result()
+        hash_beside(checkpoint).result()
 
 
 def run(code: str, *arguments: object) -> str:

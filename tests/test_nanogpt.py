@@ -326,7 +326,7 @@ def test_a_payload_is_refused_and_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_args": Namespace(n_layer=2)}, "argparse.Namespace"),
+        ({"model_args": Namespace(n_layer=2)}, "not a dict of plain values"),
         ({"config": GPTConfig()}, "GPTConfig"),
         ({"model": nn.Linear(2, 2)}, "torch.nn.modules.linear.Linear"),
         ({"model_args": ...}, "no model_args"),

@@ -21,7 +21,7 @@ from converter.conversion.resume import Journal
 from converter.conversion.walk import State, Walk
 from converter.errors import ConverterError
 from converter.families.opened import SourceModel
-from converter.files.checkpoint import SourceHash
+from converter.files.checkpoint import hash_beside
 from converter.files.output import OutputFolder
 from converter.files.writer import CheckpointWriter, parse_size
 from converter.measure.inspect import warnings
@@ -142,7 +142,7 @@ class Conversion:
     shard_size: int
     verify: bool
     progress: Progress
-    source_hash: SourceHash
+    source_hash: Future[dict[str, str]]
     texts: Texts | None = None
 
     @classmethod
@@ -162,7 +162,7 @@ class Conversion:
         """Open a source and plan. Raises ConverterError for what can be refused before any weight is read."""
         progress = progress or Progress()
         opened = SourceModel.open(source)
-        source_hash = SourceHash(opened.checkpoint).start()
+        source_hash = hash_beside(opened.checkpoint)
         plan = plan_conversion(opened, recipe, overrides, dtype, trim_vocab)
         for warning in warnings(opened):
             progress.say(f"Note: {warning.rstrip('.')}.")

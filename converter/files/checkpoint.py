@@ -11,6 +11,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,7 +124,7 @@ class Checkpoint:
 
     def stats(self) -> dict[str, list[int]]:
         """Size and time of all files, to know an untouched checkpoint again by."""
-        stats = {file.name: file.stat() for file in self.all_files}
+        stats = {file.relative_to(self.path).as_posix(): file.stat() for file in self.all_files}
         return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
     def sha256(self) -> dict[str, str]:
@@ -131,32 +132,21 @@ class Checkpoint:
         return {file.relative_to(self.path).as_posix(): _sha256(file) for file in self.all_files}
 
 
-class SourceHash:
-    """`Checkpoint.sha256` in a thread, beside the conversion: hashing holds no lock that Python needs."""
+def hash_beside(checkpoint: Checkpoint) -> Future[dict[str, str]]:
+    """`Checkpoint.sha256` in a thread beside the caller's work: hashing holds no lock that Python needs.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._digests: dict[str, str] = {}
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="source-hash", daemon=True)
+    A process that ends does not wait for it.
+    """
+    future: Future[dict[str, str]] = Future()
 
-    def start(self) -> SourceHash:
-        """Begin, and return self."""
-        self._thread.start()
-        return self
-
-    def result(self) -> dict[str, str]:
-        """Wait for the digests; an error of the thread is raised here."""
-        self._thread.join()
-        if self._error:
-            raise self._error
-        return self._digests
-
-    def _run(self) -> None:
+    def work() -> None:
         try:
-            self._digests = self._checkpoint.sha256()
-        except Exception as error:  # handed over to `result`
-            self._error = error
+            future.set_result(checkpoint.sha256())
+        except Exception as error:  # raised by `result`
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="source-hash", daemon=True).start()
+    return future
 
 
 def clean_name(raw_name: str) -> str:

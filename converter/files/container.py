@@ -19,11 +19,10 @@ from converter.errors import CheckpointError, OnFault
 from converter.files.json_text import parse_json
 from converter.files.pickles import TorchFile
 from converter.files.safetensors import Layout, SafetensorsFile
+from converter.files.strangers import refuse_other_format, refuse_stranger, told_by_name
 
 if TYPE_CHECKING:
     import torch
-
-_LFS_POINTER = b"version https://git-lfs"
 
 
 class WeightFile(Protocol):
@@ -88,12 +87,16 @@ def find_container(path: Path) -> Container:
     for container in (NanoGPTFile(), LlamaMetaFolder(), GGUFContainer(), HuggingFaceFolder()):
         if container.recognises(path):
             return container
-    raise CheckpointError("this is a file", where=str(path), fix=f"Give the folder that holds it: {path.parent}")
+    refuse_placeholder(path)
+    told = None if path.with_name("config.json").exists() else told_by_name([path.name])
+    what, fix = told[1:] if told else ("a file", f"Give the folder that holds it: {path.parent}")
+    raise CheckpointError(f"this is {what}", where=str(path), fix=fix)
 
 
 def open_weights(path: Path, on_fault: OnFault) -> WeightFile:
     """A weight file, by the container that its suffix names."""
-    refuse_placeholder(path)
+    refuse_special(path)
+    refuse_other_format(path)
     return SafetensorsFile(path, on_fault) if path.suffix == ".safetensors" else TorchFile(path, on_fault)
 
 
@@ -125,13 +128,4 @@ def refuse_special(path: Path) -> None:
 def refuse_placeholder(path: Path) -> None:
     """Stop at a file that only stands for one."""
     refuse_special(path)
-    with path.open("rb") as file:
-        start = file.read(len(_LFS_POINTER))
-    if not start:
-        raise CheckpointError("the file is empty", where=str(path), fix="Download or copy it again.")
-    if start == _LFS_POINTER:
-        raise CheckpointError(
-            "this is a git-lfs pointer, not the file itself",
-            where=str(path),
-            fix="Run `git lfs pull` in the repository, or download with `hf download`.",
-        )
+    refuse_stranger(path)

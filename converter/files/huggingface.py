@@ -10,6 +10,8 @@ from typing import Any
 
 from converter.errors import CheckpointError, OnFault, reporting
 from converter.files.container import Container, Contents, WeightFile, open_weights, read_json
+from converter.files.pickles import TorchFile
+from converter.files.strangers import told_by_name
 
 _SHARD = re.compile(r"(model-\d+-of-\d+\.safetensors|pytorch_model-\d+-of-\d+\.bin)")
 _NEEDED = (
@@ -22,7 +24,7 @@ _STALE = "The index and the shards are from different saves"
 class HuggingFaceFolder(Container):
     """`config.json` with `model.safetensors`, `pytorch_model.bin`, or the shards and index of either.
 
-    safetensors where both exist. A pickle may hold its dict of tensors under one key
+    safetensors where both exist. A pickle may be a training run's checkpoint, with its dict of tensors under a key
     (`converter.files.pickles.NESTING_KEYS`).
     """
 
@@ -36,7 +38,15 @@ class HuggingFaceFolder(Container):
             with reporting(on_fault, path):
                 config = read_json(path / "config.json", on_fault)
         else:
-            on_fault(CheckpointError("the folder has no config.json", where=str(path), fix=_NEEDED))
+            told = told_by_name(names) if not has_weights(path) else None
+            on_fault(
+                CheckpointError(
+                    "the folder has no config.json",
+                    where=str(path),
+                    why=f"{told[0]} is {told[1]}" if told else None,
+                    fix=told[2] if told else _NEEDED,
+                )
+            )
         generation_config = None
         if "generation_config.json" in names:
             with reporting(on_fault, path):
@@ -49,7 +59,10 @@ class HuggingFaceFolder(Container):
                 weights = _open_shards(source, names, on_fault)
             else:
                 weights = {source: open_weights(source, on_fault)}
-        return Contents(config, path / "config.json", weights, tuple(described_by), generation_config)
+        left_out = {
+            key: why for file in weights.values() if isinstance(file, TorchFile) for key, why in file.left_out.items()
+        }
+        return Contents(config, path / "config.json", weights, tuple(described_by), generation_config, left_out)
 
 
 def has_weights(folder: Path) -> bool:
@@ -77,12 +90,13 @@ def _find_weights(folder: Path, names: set[str], on_fault: OnFault) -> Path:
             if name in names:
                 return folder / name
     shards = sorted(filter(_SHARD.fullmatch, names))
-    if any(name.endswith(".distcp") for name in names):
-        fix = "This is sharded training state: consolidate first."
-    elif shards:
-        fix = f"The index that belongs to {shards[0]} is needed too."
-    else:
-        fix = _NEEDED
+    told = None if shards else told_by_name(names)
+    if told is not None:
+        name, kind, fix = told
+        raise CheckpointError(
+            "the folder has no weights that can be read", where=str(folder), why=f"{name} is {kind}", fix=fix
+        )
+    fix = f"The index that belongs to {shards[0]} is needed too." if shards else _NEEDED
     raise CheckpointError("the folder has no weights", where=str(folder), fix=fix)
 
 

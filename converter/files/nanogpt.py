@@ -39,7 +39,11 @@ class NanoGPTFile(Container):
             raise
         config = weights.beside.get("model_args")
         if not isinstance(config, dict):
-            what = "the file has no model_args" if config is None else "its model_args are not a dict of plain values"
+            what = (
+                "the file has no model_args"
+                if "model_args" not in weights.beside
+                else "its model_args are not a dict of plain values"
+            )
             why = "They are the config of a nanoGPT checkpoint"
             raise CheckpointError(what, where=str(file), why=why, fix=_NEEDED)
         additions = file.with_name(ADDITIONS)

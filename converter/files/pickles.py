@@ -6,14 +6,17 @@ that refuses is refused here with the offending global named.
 
 from __future__ import annotations
 
-import io
-import pickletools
+import argparse
+import pathlib
 import re
+import types
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from converter.errors import CheckpointError, OnFault, raise_fault
 from converter.files.safetensors import Layout, is_known_dtype
@@ -21,20 +24,54 @@ from converter.files.safetensors import Layout, is_known_dtype
 if TYPE_CHECKING:
     import torch
 
-#: Keys under which trainers nest the state dict, when nothing else is in the file.
-NESTING_KEYS = ("state_dict", "model", "module")
+#: Keys under which trainers keep the state dict.
+NESTING_KEYS = ("state_dict", "model", "module", "model_state_dict")
 
-#: Globals that every state dict names.
-_HARMLESS = re.compile(
-    r"collections\.OrderedDict|torch\.(\w+Storage|Size|device|_utils\._rebuild_\w+|storage\.(Typed|Untyped)Storage)"
-)
+#: What numpy's numbers and arrays are made by when they are unpickled.
+_SCALAR: Any = np.float64(0).__reduce__()[0]
+_RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
+#: What training runs keep beside the weights that holds values and does nothing: types of the standard library, and
+#: numpy's numbers and arrays of them. Under the names that older versions of their modules gave them as well.
+_INERT: dict[str, Callable[..., Any]] = {
+    "argparse.Namespace": argparse.Namespace,
+    "types.SimpleNamespace": types.SimpleNamespace,
+    "collections.defaultdict": lambda *default: {},
+    "pathlib.Path": pathlib.Path,
+    "pathlib.PosixPath": pathlib.PurePosixPath,
+    "pathlib.WindowsPath": pathlib.PureWindowsPath,
+    "pathlib._local.PosixPath": pathlib.PurePosixPath,
+    "pathlib._local.WindowsPath": pathlib.PureWindowsPath,
+    "builtins.dict": dict,
+    "builtins.list": list,
+    "builtins.int": int,
+    "builtins.float": float,
+    "numpy.dtype": np.dtype,
+    "numpy.ndarray": np.ndarray,
+    **{
+        f"numpy.{core}.multiarray.{name}": function
+        for core in ("core", "_core")
+        for name, function in (("scalar", _SCALAR), ("_reconstruct", _RECONSTRUCT))
+    },
+    **{
+        f"numpy.dtypes.{kind.__name__}": kind
+        for kind in (type(np.dtype(code)) for code in (*"?bBhHiIlLqQefd", "S", "U"))
+    },
+}
+#: What torch says of a type that it refuses.
+_REFUSED = re.compile(r"(?:GLOBAL |class |``)([\w.]+)")
+#: How `torch.save` began a file before torch 1.6: a pickle of this number.
+_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+#: The protocol of pickles that torch reads as values alone.
+_PROTOCOL = 2
 #: A mapping is renewed once tensors of this many bytes came from it: their pages count as memory until then.
 _REMAP_AFTER = 64 << 20
 _CHUNK = 16 << 20
 
 
 class TorchFile:
-    """One file of `torch.save`: a dict of tensors, or a dict that holds one under a single `NESTING_KEYS` key.
+    """One file of `torch.save`: a dict of tensors, or a training run's that has one under a `NESTING_KEYS` key.
+
+    `left_out` names what such a dict holds beside it, with the reason.
 
     With `entry` the tensors are under that key of a larger dict, and `beside` has its other keys, with their
     values where those are plain (numbers, text, lists and dicts of them) and None otherwise.
@@ -50,6 +87,7 @@ class TorchFile:
         with path.open("rb") as file:
             self._mapped = file.read(4) == b"PK\x03\x04"
         self._handed_out: dict[int, int] = {}  # address of a storage: bytes
+        self.left_out: dict[str, str] = {}
         loaded = self._load()
         self.beside = {
             key: value if _is_plain(value) else None
@@ -94,12 +132,14 @@ class TorchFile:
 
         if self._mapped:
             _refuse_compressed(self.path)
+        inert: list[Any] = [(kind, name) for name, kind in _INERT.items()]
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), torch.serialization.safe_globals(inert):
                 warnings.simplefilter("ignore")  # torch warns of pickle protocols that it then refuses
                 return torch.load(self.path, map_location="cpu", weights_only=True, mmap=self._mapped)
         except Exception as error:  # a damaged file makes the unpickler fail in any way
-            raise self._refusal(error) from error
+            with torch.serialization.safe_globals(inert):
+                raise self._refusal(error) from error
 
     def _find_state(self, loaded: Any) -> dict[str, torch.Tensor]:
         """The dict of tensors, or an error that names what else is there."""
@@ -113,10 +153,8 @@ class TorchFile:
                     why=f"Its entries are {_first([repr(key) for key in loaded], 8) or 'none'}",
                 )
             loaded = loaded[self._entry]
-        elif isinstance(loaded, dict) and len(loaded) == 1:
-            ((key, value),) = loaded.items()
-            if key in NESTING_KEYS and isinstance(value, dict):
-                loaded = value
+        elif isinstance(loaded, dict):
+            loaded, self.left_out = self._nested(loaded)
         if not isinstance(loaded, dict):
             what = f"the file holds a {type(loaded).__name__}, not a dict of tensors"
             raise CheckpointError(what, where=str(self.path), fix=self._resave)
@@ -130,6 +168,26 @@ class TorchFile:
                 f"the file holds more than named tensors: {_first(others)}", where=str(self.path), fix=self._resave
             )
         return loaded
+
+    def _nested(self, loaded: dict[Any, Any]) -> tuple[Any, dict[str, str]]:
+        """The state dict of a training run's checkpoint, and what is beside it; a dict of tensors is one itself."""
+        import torch
+
+        if any(isinstance(value, torch.Tensor) for value in loaded.values()):
+            return loaded, {}
+        held = [key for key in NESTING_KEYS if isinstance(loaded.get(key), dict) and loaded[key]]
+        if not held:
+            return loaded, {}
+        if len(held) > 1:
+            raise CheckpointError(
+                f"the file has weights under '{held[0]}' and under '{held[1]}'",
+                where=str(self.path),
+                why="Which of them is the model is not known",
+                fix=self._resave,
+            )
+        found, deeper = self._nested(loaded[held[0]])
+        others = {str(key): "an entry beside the model, of the training run" for key in loaded if key != held[0]}
+        return found, others | deeper
 
     def _check(self, name: str, tensor: torch.Tensor, on_fault: OnFault) -> bool:
         """Whether a tensor is plain numbers in memory."""
@@ -161,24 +219,46 @@ class TorchFile:
         return False
 
     def _refusal(self, error: Exception) -> CheckpointError:
-        """Unsafe, with the globals named, or damaged, with torch's own words."""
-        unsafe = [
-            name for name in dict.fromkeys(_globals(self.path, zipped=self._mapped)) if not _HARMLESS.fullmatch(name)
-        ]
+        """Why a file is not loaded. Torch's own words advise to load it unsafely, and are never passed on."""
+        protocol, torch_saved = _protocol(self.path, zipped=self._mapped)
+        if protocol is not None and protocol != _PROTOCOL:
+            return CheckpointError(
+                f"the file is a pickle of protocol {protocol}, and only those of protocol {_PROTOCOL} are read safely",
+                where=str(self.path),
+                why="torch.save writes protocol 2 unless it is told otherwise",
+                fix=self._resave,
+            )
+        unsafe = self._unsafe(error)
         if unsafe:
             sharded = any(name.startswith("torch.distributed.") for name in unsafe)
             return CheckpointError(
                 f"the pickle needs {_first(unsafe)}, and loading that could run code",
                 where=str(self.path),
-                why="Only tensors are read from a pickle",
+                why="Only tensors and plain values are read from a pickle",
                 fix="This is sharded training state: consolidate first." if sharded else self._resave,
+            )
+        if protocol is not None and not torch_saved:
+            return CheckpointError(
+                "the file is a pickle that torch.save did not write", where=str(self.path), fix=self._resave
             )
         return CheckpointError(
             "the file is damaged, or torch.save did not write it",
             where=str(self.path),
-            why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}",
+            why=f"Reading it ended with a {type(error).__name__}",
             fix="Download or copy it again.",
         )
+
+    def _unsafe(self, error: Exception) -> list[str]:
+        """What the pickle names that is more than values."""
+        import torch
+
+        if self._mapped:
+            try:
+                return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(self.path))
+            except Exception:  # a damaged file
+                return []
+        found = _REFUSED.search(str(error))
+        return [found[1]] if found else []
 
     @property
     def _resave(self) -> str:
@@ -229,34 +309,19 @@ def _first(items: list[str], count: int = 3) -> str:
     return ", ".join(items[:count]) + (f" and {len(items) - count} more" if len(items) > count else "")
 
 
-def _globals(path: Path, *, zipped: bool) -> Iterator[str]:
-    """What a file's pickles would import, read off their opcodes: nothing is imported or called."""
-    try:
-        if zipped:
+def _protocol(path: Path, *, zipped: bool) -> tuple[int | None, bool]:
+    """The protocol of a file's pickle, None where there is none, and whether it begins as torch.save's."""
+    start = b""
+    if zipped:
+        try:
             with zipfile.ZipFile(path) as archive:
-                pickle_name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-                yield from _pickle_globals(io.BytesIO(archive.read(pickle_name)))
-        else:
-            with path.open("rb") as data:
-                for _ in range(4):  # the old format: a magic number, a version, the system, the dict
-                    yield from _pickle_globals(data)
-    except Exception:  # not a pickle from here on: what was named so far stands
-        return
-
-
-def _pickle_globals(stream: IO[bytes]) -> Iterator[str]:
-    strings: list[str] = []  # in the order pushed, of which STACK_GLOBAL takes the last two
-    memo: dict[Any, str] = {}
-    for opcode, argument, _ in pickletools.genops(stream):
-        if opcode.name in ("GLOBAL", "INST"):
-            yield str(argument).replace(" ", ".", 1)
-        elif opcode.name == "STACK_GLOBAL":
-            yield ".".join(strings[-2:])
-        elif opcode.name == "MEMOIZE":
-            memo[len(memo)] = strings[-1] if strings else ""
-        elif opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            memo[argument] = strings[-1] if strings else ""
-        elif opcode.name in ("GET", "BINGET", "LONG_BINGET"):
-            strings.append(memo.get(argument, ""))
-        elif isinstance(argument, str):
-            strings.append(argument)
+                name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+                with archive.open(name) as file:
+                    start = file.read(2)
+        except Exception:  # a damaged archive
+            return None, False
+    else:
+        with path.open("rb") as file:
+            start = file.read(2 + len(_MAGIC))
+    protocol = start[1] if start[:1] == b"\x80" and len(start) > 1 else None
+    return protocol, zipped or start[2:] == _MAGIC
