@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
+import converter
 from converter.cli.main import main
 
 NAIVE = ("--recipe", "gpt2-to-llama-naive")
@@ -321,6 +322,13 @@ def test_what_the_input_puts_into_a_message_is_one_printable_line(tmp_path):
     assert line.isprintable()
     assert r"\x1b[31m\ud800name" in line
     assert len(line) < 2_000
+
+
+def test_notes_are_printable_and_short_too(tmp_path):
+    model = models.save(models.gpt2(), tmp_path / "model", **{"odd\n\x1b[31m\ud800name": "x" * 100_000})
+    notes = [note for note in converter.inspect(model).warnings if "\\ud800name" in note]
+    assert notes
+    assert all(note.isprintable() and len(note) < 1_000 for note in notes)
 
 
 def test_a_name_that_is_no_text_is_printed_as_an_escape(tmp_path):

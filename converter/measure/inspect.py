@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from converter.blocks import Dropped
-from converter.errors import CheckpointError
+from converter.errors import CheckpointError, printable
 from converter.families.config import TOKEN_IDS
 from converter.families.opened import SourceModel
 from converter.files.tokenizer import vocabulary_size
@@ -146,7 +146,7 @@ def warnings(source: SourceModel) -> list[str]:
     for key in TOKEN_IDS:
         if (account := source.config_accounts.get(key, "read")) != "read":
             found.append(f"{key} = {account}, so it is none")
-    return found + _vocabulary_warnings(source)
+    return [printable(warning) for warning in found + _vocabulary_warnings(source)]
 
 
 def _vocabulary_warnings(source: SourceModel) -> list[str]:
