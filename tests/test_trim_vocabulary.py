@@ -118,3 +118,23 @@ def test_what_cannot_be_trimmed_is_refused_before_anything_is_written(source, te
     assert "eos_token_id is 4099, and the tokenizer has 4096 tokens" in refused()
     (source / "tokenizer.json").unlink()
     assert "no tokenizer, so which rows are padding is not known" in refused(text=tmp_path / "ids.npy")
+
+
+@pytest.mark.parametrize("where", ["whole", "recorded"])
+def test_a_padded_teacher_teaches_as_it_does_without_padding(where, source, text, tmp_path) -> None:
+    converter.convert(source, tmp_path / "llama", recipe="gpt2-to-llama-naive", trim_vocab=True, verify=False)
+    settings = ["heal.tokens=256", "heal.context=32", "heal.sequences_per_step=4", f"heal.teacher={where}"]
+    padded_teacher, plain = (
+        converter.heal(tmp_path / "llama", tmp_path / name, teacher=teacher, text=text, overrides=settings)
+        for name, teacher in (("a", source), ("b", tmp_path / "plain"))
+    )
+    assert padded_teacher.best.losses == pytest.approx(plain.best.losses, rel=1e-6)
+    assert padded_teacher.after.total.loss == pytest.approx(plain.after.total.loss, rel=1e-6)
+    assert padded_teacher.after.total.kl == pytest.approx(plain.after.total.kl, rel=1e-5)
+
+
+def test_padding_that_only_the_student_has_is_refused_with_what_to_do(source, text, tmp_path) -> None:
+    converter.convert(source, tmp_path / "llama", recipe="gpt2-to-llama-naive", verify=False)
+    with pytest.raises(UnsupportedError, match=r"4104 rows and its teacher 4096"):
+        converter.heal(tmp_path / "llama", tmp_path / "out", teacher=tmp_path / "plain", text=text)
+    assert not (tmp_path / "out").exists()

@@ -36,6 +36,13 @@ class Job:
     dtype: DtypeName
     shard_size: int
 
+    @property
+    def reader(self) -> SourceModel:
+        """The model in whose tokens the text is read: the source, unless it has padding rows that the other lacks."""
+        if self.source is None or self.source.spec.vocab_size > self.converted.spec.vocab_size:
+            return self.converted
+        return self.source
+
     def fingerprint(self, texts: HealTexts) -> dict[str, Any]:
         """What makes two runs the same. How many processes and micro-batches share a step changes nothing."""
         opened = {"converted": self.converted, "teacher": self.source}
@@ -103,14 +110,13 @@ def _open_teacher(student: SourceModel, teacher: str | Path) -> SourceModel:
             where=source.where,
             fix="Convert it to Hugging Face's format first: `converter recipes list` shows how",
         )
-    common = common_ids(Vocabulary.of(source), Vocabulary.of(student))
-    if source.spec.vocab_size != student.spec.vocab_size:
+    common_ids(Vocabulary.of(source), Vocabulary.of(student))
+    if source.spec.vocab_size < student.spec.vocab_size:
         raise UnsupportedError(
-            f"the teacher has {source.spec.vocab_size} rows and the converted model {student.spec.vocab_size}, and "
-            f"{common} of them have a token",
-            where=source.where,
-            why="healing compares logits row by row",
-            fix="Name the very checkpoint that the model was converted from",
+            f"the converted model has {student.spec.vocab_size} rows and its teacher {source.spec.vocab_size}",
+            where=student.where,
+            why="the teacher says nothing about the padding rows of the converted model",
+            fix="Convert again with --trim-vocab, which drops them",
         )
     return source
 

@@ -72,10 +72,11 @@ def make_loop(
     batches = Batches(texts.corpus, context, settings.sequences_per_step, settings.seed)
     held_out = sequences_of(windows(texts.held_out, context, settings.evaluation_tokens), accelerator.num_processes)
     teacher: Teacher | RecordedTeacher | None = None
+    rows = int(model.config.vocab_size)
     if learner.source is not None and settings.teacher == "recorded":
-        teacher = _recorded(learner.source, settings, accelerator, batches, held_out, work, say)
+        teacher = _recorded(learner.source, rows, settings, accelerator, batches, held_out, work, say)
     elif learner.source is not None:
-        teacher = _teacher(learner.source, settings, accelerator)
+        teacher = _teacher(learner.source, rows, settings, accelerator)
     centred = learner.source is not None and learner.source.spec.norm is Norm.LAYERNORM
     student = Student(model, settings.minimised, centred)
     trainee = prepared(accelerator, student, learner.roles, settings)
@@ -103,18 +104,19 @@ def without_dropout(model: nn.Module) -> None:
             setattr(module, name, 0.0)
 
 
-def _teacher(source: SourceModel, settings: HealSettings, accelerator: Accelerator) -> Teacher:
+def _teacher(source: SourceModel, rows: int, settings: HealSettings, accelerator: Accelerator) -> Teacher:
     """The source, frozen, checked for leaks, where the settings want it; in bf16 where the run computes in bf16."""
     model = load_transformers(source)
     check_no_leak(model)
     if accelerator.mixed_precision == "bf16":
         in_bfloat16(model)
     place_teacher(model, "whole" if settings.teacher == "recorded" else settings.teacher, accelerator)
-    return Teacher(model, accelerator.autocast)
+    return Teacher(model, accelerator.autocast, rows)
 
 
 def _recorded(
     source: SourceModel,
+    rows: int,
     settings: HealSettings,
     accelerator: Accelerator,
     batches: Batches,
@@ -132,7 +134,7 @@ def _recorded(
         for step in range(batches.steps(settings.tokens)):
             yield batches.share(step, rank, ranks)
 
-    teacher.record(lambda: _teacher(source, settings, accelerator), asked(), say)
+    teacher.record(lambda: _teacher(source, rows, settings, accelerator), asked(), say)
     accelerator.wait_for_everyone()
     teacher.look()
     return teacher

@@ -86,7 +86,7 @@ def heal_into(
     progress = progress if progress is not None and accelerator.is_main_process else Progress()
     with accelerator.main_process_first():  # the others read what it has put into the cache
         texts = gather_heal_texts(
-            *(job.source or job.converted, listed(text), listed(eval_text), output.work / "tokens"),
+            *(job.reader, listed(text), listed(eval_text), output.work / "tokens"),
             learn=job.settings.tokens,
             hold=job.settings.evaluation_tokens,
         )

@@ -41,13 +41,19 @@ class Sums(NamedTuple):
 
 
 class Teacher:
-    """The frozen source. It may have another width than the student, never another vocabulary."""
+    """The frozen source. It may have another width than the student, never other tokens.
+
+    Of its logits only the first `rows` are heard, where it has padding rows that the student lacks.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        model: PreTrainedModel,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+        rows: int | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
-        self._autocast = autocast
+        self._autocast, self._rows = autocast, rows
 
     @torch.no_grad()
     def __call__(self, sequences: Sequences, layers: bool = False) -> Answer:
@@ -56,8 +62,9 @@ class Teacher:
             if layers:
                 return Answer(layers=run_packed_layers(self.model, sequences))
             states = run_packed(self.model, sequences).flatten(0, 1)
-        context = self.model.config.max_position_embeddings
-        return Answer(states, sequences.positions.flatten() < context, head_of(self.model))
+        context, head = self.model.config.max_position_embeddings, head_of(self.model)
+        head = Head(head.weight[: self._rows], None if head.bias is None else head.bias[: self._rows])
+        return Answer(states, sequences.positions.flatten() < context, head)
 
 
 class Student(nn.Module):
