@@ -265,7 +265,7 @@ SUBJECTS: dict[str, Subject] = {
         _TOKENIZER,
         {
             **source_commands(NAIVE),
-            "eval": "eval model --text prose.txt --device cpu --stride 8",
+            "eval": "eval model --text prose.txt --device cpu --stride 8 --tokens 2000",
         },
         judge="agreement",
         weight=4,
@@ -356,7 +356,7 @@ SUBJECTS: dict[str, Subject] = {
             f"{what} {file}": line.format(file=file)
             for file in ("ids.npy", "ids.bin", "prose.txt", "rows.jsonl", "rows.parquet")
             for what, line in (
-                ("eval", "eval model --text {file} --device cpu --stride 8"),
+                ("eval", "eval model --text {file} --device cpu --stride 8 --tokens 2000"),
                 ("dry run", f"convert model out --recipe {NAIVE} --dry-run --text {{file}}"),
             )
             if (what, file) != ("dry run", "rows.parquet")
