@@ -23,6 +23,7 @@ from converter.conversion.recipe import Recipe, load_recipe, parse_recipe
 from converter.conversion.settings import HealSettings
 from converter.errors import CheckpointError, ConverterError, RecipeError, UnsupportedError
 from converter.families.opened import SourceModel
+from converter.files.output import read_whole, write_whole
 from converter.healing.launch import check_launch
 from converter.healing.loop import InterruptedRunError
 from converter.healing.optimizer import parameter_groups, rate_at
@@ -149,12 +150,22 @@ def test_sigterm_saves_the_step_and_stops(run, healed, tmp_path):
     assert same_weights(report.target, healed.target)
 
 
+def flip(file: Path) -> None:
+    """One other bit, in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda snapshot: shutil.rmtree(snapshot / "optimizer"), "optimizer state is missing"),
         (lambda snapshot: next((snapshot / "model").glob("*.distcp")).unlink(), "model state is missing"),
-        (lambda snapshot: (snapshot / "state.json").write_text("{"), "snapshot is damaged"),
+        (lambda snapshot: (snapshot / "state.json").write_text("{"), "record of an unfinished run is damaged"),
+        (lambda snapshot: flip(snapshot / "random-0.pt"), "random-0 state is missing or damaged"),
+        (lambda snapshot: flip(next((snapshot / "model").glob("*.distcp"))), "model state is missing or damaged"),
+        (lambda snapshot: flip(snapshot / "state.json"), "record of an unfinished run is damaged"),
     ],
 )
 def test_a_snapshot_without_all_its_parts_is_an_error_never_a_reset(run, tmp_path, damage, message):
@@ -253,7 +264,7 @@ def test_a_damaged_record_is_asked_for_again(run, tmp_path, monkeypatch):
     whole = run("whole", "heal.teacher=recorded", "heal.top_k=8")
     with pytest.raises(KeyboardInterrupt):
         run("again", "heal.teacher=recorded", "heal.top_k=8", progress=StopAt(7, kill))
-    (record,) = tmp_path.glob(".again.partial/.heal/teacher-*/*.safetensors")
+    (record,) = tmp_path.glob(".again.partial/work/teacher-*/*.safetensors")
     content = bytearray(record.read_bytes())
     content[-50] ^= 64
     record.write_bytes(content)
@@ -446,9 +457,9 @@ def test_a_run_does_not_go_on_with_the_snapshots_of_deepspeed(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run("begun", progress=StopAt(7, kill))
     for state in (tmp_path / ".begun.partial" / "work").glob("step-*/state.json"):
-        content = json.loads(state.read_text())
+        content = read_whole(state)
         assert content["trainee"] == "torch"
-        state.write_text(json.dumps(content | {"trainee": "DeepSpeed"}))
+        write_whole(state, content | {"trainee": "DeepSpeed"})
     with pytest.raises(ConverterError, match="was trained by DeepSpeed, and this launch trains by torch"):
         run("begun", resume=True)
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from converter.errors import ConverterError
-from converter.files.output import OutputFolder
+from converter.errors import CheckpointError, ConverterError
+from converter.files.output import OutputFolder, read_whole, refuse_inputs, write_whole
 from converter.files.safetensors import Layout, total_size
 from converter.files.writer import CheckpointWriter
 
@@ -256,12 +256,13 @@ def test_killed_half_way_and_resumed(tmp_path: Path) -> None:
         folder = Path(sys.argv[1])
         tensors = torch.load(folder / "tensors.bin")
         with OutputFolder(folder / "out", resume=True) as output:
-            done = ["a.weight", "c.weight"] if output.resumed else []
+            done = (output.recall("written") if output.resumed else None) or {}
             layout = {name: ((3, 5), "float32") for name in tensors}
             writer = CheckpointWriter(output.partial, layout, 120, resume=True, already_written=done)
             for name in tensors:
                 if name == "d.weight" and not output.resumed:
                     writer.sync()
+                    output.note("written", writer.written)
                     os.kill(os.getpid(), signal.SIGKILL)
                 elif name not in done and (output.resumed or name != "b.weight"):
                     writer.write(name, tensors[name])
@@ -279,3 +280,21 @@ def test_killed_half_way_and_resumed(tmp_path: Path) -> None:
     }
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_a_link_to_itself_in_an_input_is_no_obstacle(tmp_path):
+    (tmp_path / "input").mkdir()
+    (tmp_path / "input" / "loop").symlink_to("loop")
+    refuse_inputs([tmp_path / "output"], [tmp_path / "input"])
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: text.replace("1.5", "1.6"), lambda text: "[" * 10_000, lambda text: "{}"]
+)
+def test_the_work_of_an_unfinished_run_is_believed_only_as_it_was_written(damage, tmp_path):
+    path = tmp_path / "state.json"
+    write_whole(path, {"rate": 1.5, "names": ["\ud800", "é"], "nan": float("nan")})
+    assert read_whole(path)["names"] == ["\ud800", "é"]
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(CheckpointError, match="the record of an unfinished run is damaged"):
+        read_whole(path)

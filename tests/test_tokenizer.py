@@ -505,3 +505,12 @@ def test_transformers_4_57_reads_the_same_ids(tmp_path):
         reloaded = AutoTokenizer.from_pretrained(folder)
         assert "token_type_ids" not in keys or "token_type_ids" in reloaded.model_input_names, folder
         assert given == {name: getattr(reloaded, name) for name in names}, folder
+
+
+@pytest.mark.parametrize("length", ["512", [512], {"a": 1}])
+def test_a_length_that_is_no_number_is_refused_when_it_is_read(length, folders):
+    source, _ = folders
+    tokenizer_json(source)
+    save_json(source, "tokenizer_config.json", {"model_max_length": length})
+    with pytest.raises(CheckpointError, match="The tokenizer cannot be read"):
+        load_tokenizer(source)

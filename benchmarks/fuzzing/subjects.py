@@ -197,9 +197,6 @@ def _unfinished_healing(options: str = "") -> Callable[[], None]:
         _pair()
         with killed("converter.healing.snapshots.Snapshots.save", 2):
             run(f"heal llama out --teacher model {HEAL} {options}")
-        for number, file in enumerate(sorted(Path(".out.partial/.heal").rglob("*"))):
-            if file.is_file() and "teacher-" in str(file):  # under a name that the list of damaged files can have
-                Path("answers").write_text(f"{number}")
 
     return build
 
@@ -415,10 +412,17 @@ UNFINISHED = {
     "unfinished conversion": ".out.partial",
     "unfinished swap, begun": "model/.rope-swap",
     "unfinished swap, done": "model/.rope-swap",
-    "unfinished healing": ".out.partial/.heal",
-    "recorded answers": ".out.partial/.heal",
+    "unfinished healing": ".out.partial",
+    "recorded answers": ".out.partial",
 }
-_BY_END = {".json": "json", ".safetensors": "safetensors", ".pt": "pickle", ".npy": "bytes", "plan": "json"}
+_BY_END = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".safetensors": "safetensors",
+    ".pt": "pickle",
+    ".npy": "bytes",
+    "plan": "json",
+}
 
 
 def damageable(name: str, room: Path) -> dict[str, str]:
@@ -430,6 +434,7 @@ def damageable(name: str, room: Path) -> dict[str, str]:
     found = sorted(file for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
     if name == "recorded answers":
         found = [file for file in found if "teacher-" in str(file)] or found
+    assert found, f"{name} leaves nothing in {folder}"
     return {
         file.relative_to(room).as_posix(): next(
             (kind for end, kind in _BY_END.items() if file.name.endswith(end)), "bytes"

@@ -7,12 +7,13 @@ this one, never half of one.
 
 from __future__ import annotations
 
-import json
+import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converter.files.output import damaged_work, disk_errors, fsync, write_whole
+from converter.files.output import damaged_work, disk_errors, fsync, read_whole, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,13 +36,19 @@ class Journal:
         from safetensors.torch import load_file
 
         path = self.folder / _STATE
-        if not path.is_file():
+        if not os.path.lexists(path):
             return None
+        saved = read_whole(path)
+        file = self.folder / saved["streams"]
         try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            return dict(saved["state"]), load_file(self.folder / Path(saved["streams"]).name)
-        except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
-            raise damaged_work(path, error) from error
+            if not file.is_file():
+                raise ValueError("it is no file")
+            streams = load_file(file)
+            if _sum(streams) != saved["sum"]:
+                raise ValueError("its numbers are not those that were written")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise damaged_work(file, error) from error
+        return saved["state"], streams
 
     def save(self, block: int, state: Mapping[str, Any], streams: Mapping[str, Tensor]) -> None:
         """Replace the journal by the state after a block."""
@@ -52,7 +59,18 @@ class Journal:
             name = f"streams-{block}.safetensors"
             save_file({key: tensor.contiguous() for key, tensor in streams.items()}, self.folder / name)
             fsync(self.folder / name)
-            write_whole(self.folder / _STATE, json.dumps({"state": dict(state), "streams": name}))
+            write_whole(self.folder / _STATE, {"state": dict(state), "streams": name, "sum": _sum(streams)})
             for old in self.folder.glob("streams-*.safetensors"):
                 if old.name != name:
                     old.unlink()
+
+
+def _sum(streams: Mapping[str, Tensor]) -> int:
+    """CRC-32 of names, shapes, dtypes and numbers."""
+    import torch
+
+    found = 0
+    for name, tensor in sorted(streams.items()):
+        found = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), found)
+        found = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return found

@@ -219,7 +219,8 @@ def _write(plan: Plan, walk: Walk, output: OutputFolder, folder: Path, shard_siz
     saved = journal.load()
     if saved is not None:
         walk.restore(*saved)
-    finished = walk.finished_names()
+    sums = saved[0]["written"] if saved is not None else {}
+    finished = {name: sums[name] for name in walk.finished_names()}
     writer = CheckpointWriter(folder, plan.tensors, shard_size, resume=saved is not None, already_written=finished)
     progress.advance(sum(plan.tensor_bytes(name) for name in finished))
     if saved is None and (seconds := walk.seconds()) > 1:
@@ -234,7 +235,8 @@ def _write(plan: Plan, walk: Walk, output: OutputFolder, folder: Path, shard_siz
     def note_block(written: Future[None], number: int, state: State) -> None:
         written.result()
         writer.sync()
-        journal.save(number, *state)
+        facts, streams = state
+        journal.save(number, {**facts, "written": writer.written}, streams)
         output.keep(unless_refused=True)
 
     # A block is written while the next one is converted, and the one before is waited for on its way to the disk.

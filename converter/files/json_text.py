@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+#: Surrogates, which a text may have by themselves in JSON and nowhere else.
+_HALVES = re.compile("[\ud800-\udfff]")
 
 
 def parse_json(text: bytes, on_repeated: Callable[[str], None]) -> Any:
@@ -31,8 +35,9 @@ def parse_json(text: bytes, on_repeated: Callable[[str], None]) -> Any:
 
 
 def to_json(value: Any, indent: int | None = 2) -> str:
-    """Plain values, and paths, as JSON; NaN and Inf, which JSON does not have, are null."""
-    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False, default=str)
+    """Plain values, and paths, as JSON; NaN and Inf, which JSON does not have, are null, half characters escapes."""
+    text = json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False, default=str)
+    return _HALVES.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ A kill at any moment leaves either no target, or the old one, or the new one. Th
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -143,21 +144,16 @@ class OutputFolder:
     def note(self, name: str, value: Any) -> None:
         """Keep plain values for a run that goes on, replaced in one step."""
         with disk_errors(self.work):
-            write_whole(self.work / f"{name}.json", json.dumps(value))
+            write_whole(self.work / f"{name}.json", value)
 
     def recall(self, name: str) -> Any:
         """What was noted under this name; None where nothing was."""
         path = self.work / f"{name}.json"
-        if not path.exists():
-            return None
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise damaged_work(path, error) from error
+        return read_whole(path) if os.path.lexists(path) else None
 
     def check_space(self, nbytes: int) -> None:
         """Raise now if the disk cannot hold `nbytes`, what a resumed run wrote already included."""
-        there = sum(file.stat().st_blocks * 512 for file in self.root.rglob("*"))
+        there = sum(file.lstat().st_blocks * 512 for file in self.root.rglob("*"))
         free = shutil.disk_usage(self.root).free
         if nbytes > free + there:
             raise ConverterError(
@@ -256,8 +252,12 @@ def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[str | os.PathLike[st
     for given in inputs:
         if not (path := Path(given)).exists():
             continue
-        whole = path.resolve()
-        linked = {link.resolve() for link in whole.rglob("*") if link.is_symlink()} if whole.is_dir() else set()
+        whole = Path(os.path.realpath(path))
+        linked = (
+            {Path(os.path.realpath(link)) for link in whole.rglob("*") if link.is_symlink()}
+            if whole.is_dir()
+            else set()
+        )
         for output in outputs:
             holds = [place for place in (whole, *linked) if output == place or output in place.parents]
             if holds or whole in output.parents:
@@ -307,13 +307,34 @@ def damaged_work(path: Path, error: BaseException) -> CheckpointError:
     )
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a small file in one step, forced to the disk: a kill leaves the old one or the new one."""
+def write_whole(path: Path, value: Any) -> None:
+    """Replace a small file of plain values in one step, forced to the disk: a kill leaves the old one or the new one.
+
+    The sha256 of its values is in it: what a bad disk or another program changes there is not believed.
+    """
+    text = json.dumps(value)
     fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(text, encoding="utf-8")
+    fresh.write_text(f'{{"sha256": "{_sha256(text)}", "values": {text}}}\n', encoding="utf-8")
     fsync(fresh)
     fresh.replace(path)
     fsync(path.parent)
+
+
+def read_whole(path: Path) -> Any:
+    """What `write_whole` wrote; raises CheckpointError where it is anything else."""
+    try:
+        if not path.is_file():
+            raise ValueError("it is no file")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["sha256"] != _sha256(json.dumps(content["values"])):
+            raise ValueError("its values are not those that were written")
+        return content["values"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise damaged_work(path, error) from error
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _disk_error(error: OSError, path: Path) -> ResourceError:

@@ -119,7 +119,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
                 why=f"A LLaMA checkpoint carries its tokenizer as {TOKENIZER_FILE}, which only fast ones can be",
                 fix="Remove the tokenizer's files to convert the weights alone",
             )
-        return _plain(loaded, folder / TOKENIZER_FILE)
+        plain = _plain(loaded, folder / TOKENIZER_FILE)
+        plain("a")  # what the config says otherwise, such as a text for a length, shows when it is used
+        return plain
     except (CheckpointError, UnsupportedError):
         raise
     except Exception as error:  # `tokenizers` raises bare Exception for every damaged file

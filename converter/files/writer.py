@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,7 +44,8 @@ class CheckpointWriter:
 
     `tensors` maps every name to its shape and dtype name, in the order in which they fill the shards
     of at most `max_shard_size` bytes (a larger tensor has one to itself). With `resume` the files of
-    an earlier writer of the same layout are kept, and `already_written` names what they hold.
+    an earlier writer of the same layout are kept, and `already_written` has what they hold: names, and the CRC-32 of
+    each tensor's bytes, which are read once to see that they are those that were written.
     """
 
     def __init__(
@@ -54,30 +56,32 @@ class CheckpointWriter:
         metadata: Mapping[str, str] = METADATA,
         *,
         resume: bool = False,
-        already_written: Iterable[str] = (),
+        already_written: Mapping[str, int] | None = None,
     ) -> None:
         self.folder = folder
         self.files: list[Path] = []
-        self._written = set(already_written)
+        self._sums = dict(already_written or {})
         self._places: dict[str, _Place] = {}
         self._unsynced: set[Path] = set()
-        assert self._written <= tensors.keys(), f"not in the layout: {sorted(self._written - tensors.keys())}"
-        assert resume or not self._written, "a new file holds nothing yet"
+        assert self._sums.keys() <= tensors.keys(), f"not in the layout: {sorted(self._sums.keys() - tensors.keys())}"
+        assert resume or not self._sums, "a new file holds nothing yet"
         shards = plan_shards(tensors, max_shard_size)
         self._remove_others(shards)
         for file_name, shard in shards.items():
             file = folder / file_name
             header, starts = build_header(shard, metadata)
-            self._create(file, header, size=len(header) + total_size(shard), keep=self._written & shard.keys())
+            self._create(file, header, size=len(header) + total_size(shard), keep=self._sums.keys() & shard.keys())
             self.files.append(file)
             self._places |= {name: _Place(file, starts[name], layout) for name, layout in shard.items()}
+        for name, saved in self._sums.items():
+            self._check(name, self._places[name], saved)
         if len(shards) > 1:
             self._write_index(shards, total_size(tensors))
 
     @property
-    def written(self) -> frozenset[str]:
-        """Names of the tensors that are in the files."""
-        return frozenset(self._written)
+    def written(self) -> dict[str, int]:
+        """The tensors that are in the files: name -> CRC-32 of its bytes."""
+        return dict(self._sums)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Put one tensor in its place; it must have the planned shape and dtype exactly."""
@@ -86,11 +90,14 @@ class CheckpointWriter:
         place = self._places[name]
         layout = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         assert layout == place.layout, f"{name}: planned {place.layout}, got {layout}"
-        assert name not in self._written, f"{name} is written twice"
+        assert name not in self._sums, f"{name} is written twice"
+        found = 0
         with disk_errors(place.file), Run(place.file, place.start) as run:
             for piece in _pieces(tensor.detach().cpu()):
-                run.add(piece.reshape(-1).view(torch.uint8).numpy())
-        self._written.add(name)
+                data = piece.reshape(-1).view(torch.uint8).numpy()
+                found = zlib.crc32(data.data, found)
+                run.add(data)
+        self._sums[name] = found
         self._unsynced.add(place.file)
 
     def sync(self) -> None:
@@ -105,16 +112,33 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Check that the layout is filled, and sync."""
-        missing = sorted(self._places.keys() - self._written)
+        missing = sorted(self._places.keys() - self._sums.keys())
         assert not missing, f"never written: {', '.join(missing)}"
         self.sync()
+
+    def _check(self, name: str, place: _Place, saved: int) -> None:
+        """Read what an earlier run wrote, and raise where it is something else by now."""
+        found, left = 0, num_bytes(*place.layout)
+        with disk_errors(place.file), place.file.open("rb") as file:
+            file.seek(place.start)
+            while left and (piece := file.read(min(left, PIECE))):
+                found = zlib.crc32(piece, found)
+                left -= len(piece)
+        if found != saved:
+            raise CheckpointError(
+                f"tensor '{name}' of the unfinished run is damaged",
+                where=str(place.file),
+                tensor=name,
+                why="Its bytes are not those that were written",
+                fix="Use --overwrite to start again.",
+            )
 
     def _remove_others(self, shards: Iterable[str]) -> None:
         """Remove weights of another layout, which a run that was killed at its very start may have left."""
         for file in set(self.folder.glob("model*.safetensors*")) - {self.folder / name for name in shards}:
             file.unlink()
 
-    def _create(self, file: Path, header: bytes, size: int, keep: set[str]) -> None:
+    def _create(self, file: Path, header: bytes, size: int, keep: Collection[str]) -> None:
         """A file of full size that begins with the header; with `keep`, it has to be there already."""
         with disk_errors(file):
             if keep:

@@ -6,24 +6,26 @@ trainee stores, so that another number of processes can read it.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from converter.errors import CheckpointError, ConverterError
-from converter.files.output import disk_errors, fsync
-from converter.healing.trainee import Trainee
+from converter.errors import ConverterError
+from converter.files.output import disk_errors, fsync, read_whole, write_whole
+from converter.healing.launch import first
+from converter.healing.trainee import Trainee, damaged
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _PREFIX = "step-"
 _STATE = "state.json"
+_PIECE = 1 << 24
 
 
 class Snapshots:
@@ -50,12 +52,8 @@ class Snapshots:
             torch.save(_random_state(), partial / f"random-{self._accelerator.process_index}.pt")
             self._accelerator.wait_for_everyone()
             if main:
-                content = {
-                    "step": step,
-                    "trainee": trainee.kind,
-                    "state": dict(state),
-                }
-                (partial / _STATE).write_text(json.dumps(content), encoding="utf-8")
+                content = {"step": step, "trainee": trainee.kind, "state": dict(state), "sums": _sums(partial)}
+                write_whole(partial / _STATE, content)
                 for folder, _, files in os.walk(partial):
                     for name in (*files, "."):
                         fsync(Path(folder, name))
@@ -70,12 +68,8 @@ class Snapshots:
         Raises ConverterError where another kind of trainee wrote it, or a part of it is missing.
         """
         path = self._path(step)
-        try:
-            content = json.loads((path / _STATE).read_text(encoding="utf-8"))
-            kind, state = str(content["trainee"]), dict(content["state"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError("the snapshot is damaged", where=str(path), why=str(error)) from error
-        if kind != trainee.kind:
+        content = self._checked(path)
+        if (kind := content["trainee"]) != trainee.kind:
             raise ConverterError(
                 f"the unfinished run was trained by {kind}, and this launch trains by {trainee.kind}",
                 where=str(self.folder),
@@ -87,11 +81,26 @@ class Snapshots:
         random = path / f"random-{self._accelerator.process_index}.pt"
         if random.is_file():  # another number of processes has none for some
             _set_random_state(torch.load(random, weights_only=True))
+        state: dict[str, Any] = content["state"]
         return state
 
     def load_weights(self, step: int, trainee: Trainee) -> None:
         """Put the weights of a snapshot into a trainee."""
+        self._checked(self._path(step))
         trainee.load_weights(self._path(step))
+
+    def _checked(self, path: Path) -> dict[str, Any]:
+        """What state.json holds; raises CheckpointError, on all processes, where any file is not as it was written."""
+
+        def check() -> None:
+            for name, saved in read_whole(path / _STATE)["sums"].items():
+                file = path / name
+                if not file.is_file() or _sum(file) != saved:
+                    raise damaged(path / Path(name).parts[0], f"{name} is not what was written")
+
+        first(self._accelerator, check)
+        content: dict[str, Any] = read_whole(path / _STATE)
+        return content
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{_PREFIX}{step:08d}"
@@ -103,6 +112,20 @@ class Snapshots:
                 path.rename(path.with_name(f".{path.name}.removed"))  # half a snapshot must not keep its name
         for path in self.folder.glob(".*.removed"):
             shutil.rmtree(path)
+
+
+def _sums(folder: Path) -> dict[str, int]:
+    """CRC-32 of every file; torch leaves those of its own files unread."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): _sum(file) for file in files}
+
+
+def _sum(file: Path) -> int:
+    found = 0
+    with file.open("rb") as opened:
+        while piece := opened.read(_PIECE):
+            found = zlib.crc32(piece, found)
+    return found
 
 
 def _random_state() -> dict[str, torch.Tensor]:

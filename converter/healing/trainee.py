@@ -124,11 +124,11 @@ class Trainee:
         return bool(self._accelerator.num_processes == 1)
 
 
-def damaged(part: Path, error: BaseException) -> CheckpointError:
+def damaged(part: Path, error: BaseException | str) -> CheckpointError:
     """What is wrong where a part of what was stored cannot be read."""
     why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return CheckpointError(
-        f"the snapshot's {part.name} state is missing or damaged",
+        f"the snapshot's {part.stem} state is missing or damaged",
         where=str(part),
         why="Without the optimizer's moments the run would not be the same" if part.name == OPTIMIZER else why,
         fix="Remove this snapshot to go on from an older one, or start again with --overwrite",
