@@ -43,12 +43,15 @@ def documents(tmp_path_factory) -> Path:
 
 
 def token_by_token(model, documents: Path, context: int, stride: int) -> list[tuple[int, float]]:
-    """Position in its window and loss of each token, by a forward of its own over what that window shows it."""
+    """Position in its window and loss of each token, by a forward of its own over what that window shows it.
+
+    The token behind a document is one of them: 0, which ends it.
+    """
     stream = torch.from_numpy(np.fromfile(documents, dtype=np.uint16).astype(np.int64))
     found = []
     for first, end in ((0, 60), (60, 65)):
-        for place in range(first + 1, end):
-            late = max(0, place - first - context + 1)
+        for place in range(first + 1, end + 1):
+            late = max(0, min(place, end - 1) - first - context + 1)
             start = first + stride * math.ceil(late / stride)
             logits = models.logits_of(model, stream[None, start:place], torch.float64)[0, -1]
             found.append((place - 1 - start, float(F.cross_entropy(logits, stream[place]))))
@@ -68,6 +71,11 @@ def test_every_token_is_scored_once_with_its_context(llama, documents, context, 
         inside = [loss for position, loss in wanted if bucket.first <= position <= bucket.last]
         assert (bucket.tokens, bucket.loss) == (len(inside), pytest.approx(np.mean(inside), rel=1e-5))
     assert sum(bucket.tokens for bucket in at.buckets) == at.tokens
+    ends = [wanted[59][1], wanted[64][1]]
+    assert at.end_of_text.ends == 2
+    assert at.end_of_text.places == len(wanted) - 2
+    assert at.end_of_text.loss == pytest.approx(np.mean(ends), rel=1e-5)
+    assert at.end_of_text.probability == pytest.approx(np.mean(np.exp(np.negative(ends))), rel=1e-5)
 
 
 def test_the_kl_is_to_the_first(gpt2, llama, documents):
@@ -111,7 +119,9 @@ def test_bits_per_byte_are_those_of_the_text(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT + "<|endoftext|>" + TEXT)
     (found,) = converter.evaluate(folder, text=tmp_path / "a.txt", context=64)
     (at,) = found.results
-    assert at.bits_per_byte == pytest.approx(at.loss * at.tokens / math.log(2) / (2 * len(TEXT.encode())))
+    assert at.end_of_text.ends == 2
+    nats = at.loss * at.tokens - 2 * at.end_of_text.loss  # an end has no bytes
+    assert at.bits_per_byte == pytest.approx(nats / math.log(2) / (2 * len(TEXT.encode())))
     # Tokens that cut a character in two are not those of a text.
     ids = load_tokenizer(folder)(TEXT)["input_ids"]
     np.save(tmp_path / "whole.npy", [[0, *ids]])
@@ -178,7 +188,7 @@ def test_the_command_fails_for_a_missing_position_and_prints_the_rest(gpt2, llam
 
 def test_the_text_ends_with_the_document_that_reaches_the_tokens(llama, documents):
     found = [converter.evaluate(llama, text=documents, context=16, max_tokens=most)[0] for most in (None, 61, 20)]
-    assert [each.results[0].tokens for each in found] == [59 + 4, 59 + 4, 59]
+    assert [each.results[0].tokens for each in found] == [60 + 5, 60 + 5, 60]
 
 
 def test_models_of_different_tokens_end_with_the_same_document(tmp_path):

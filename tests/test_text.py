@@ -24,6 +24,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from converter.errors import ConverterError
+from converter.measure.metrics import predictions
 from converter.text import tokens as text_module
 from converter.text.documents import Document, at_least, documents_of, read
 from converter.text.sources import Text, TokenFile
@@ -385,6 +386,37 @@ def test_every_token_is_in_one_window_but_for_single_last_ones():
     seen = [token for row, length in zip(found.ids, found.lengths, strict=True) for token in row[:length].tolist()]
     lost = [given[1].ids[-1], given[3].ids[-1]]
     assert seen == [token for item in given for token in item.ids.tolist() if token not in lost]
+
+
+def ended(*sizes: int) -> list[Document]:
+    return [Document(item.name, item.ids, ended=True) for item in documents(*sizes)]
+
+
+def test_the_token_behind_a_real_end_is_predicted():
+    """T6. Also where a window ends with its document; not where a document or a window is cut."""
+    given = [*ended(5, 6, 4), Document("cut", np.arange(100, 105)), Document("empty", np.array([0]), ended=True)]
+    found = windows(given, context=3, max_tokens=None, end_of_text=99)
+    assert found.lengths.tolist() == [3, 2, 3, 3, 3, 1, 3, 2]
+    assert found.ended.tolist() == [False, True, False, True, False, True, False, False]
+    assert found.predictions == 12 + 3
+    rows, positions, targets = (each.tolist() for each in predictions(found, slice(0, 8)))
+    assert list(zip(rows, positions, targets, strict=True)) == [
+        *[(0, 0, 1), (0, 1, 2), (1, 0, 4), (1, 1, 99)],
+        *[(2, 0, 6), (2, 1, 7), (3, 0, 9), (3, 1, 10), (3, 2, 99)],
+        *[(4, 0, 12), (4, 1, 13), (5, 0, 99)],
+        *[(6, 0, 101), (6, 1, 102), (7, 0, 104)],
+    ]
+    assert not windows(given, context=3, max_tokens=None).ended.any()
+    assert found.rows(slice(2), 2).ended.tolist() == [False, True]
+    assert found.rows(slice(0, 4), 2).ended.tolist() == [False, True, False, False]
+
+
+def test_a_budget_sees_the_ends_of_documents():
+    """An eighth of it, where full windows would have taken it all."""
+    found = windows(ended(*[100] * 50), context=64, max_tokens=1280, end_of_text=0)
+    assert found.ended.sum() == 4
+    assert found.tokens <= 1280
+    assert np.diff(found.ids[found.ended, 0]).min() > 500
 
 
 def test_windows_are_no_wider_than_the_longest_piece():

@@ -17,12 +17,12 @@ from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel, OPTConfig, OPTFo
 
 from converter.errors import ConverterError, VerificationError
 from converter.files.tokenizer import load_tokenizer
-from converter.healing.batches import IGNORE, Batches, Sequences
+from converter.healing.batches import IGNORE, Batches, Sequences, sequences_of
 from converter.healing.packed import check_no_leak, run_packed, run_packed_layers
 from converter.text.corpus import Corpus, cached_split, load_corpus
 from converter.text.documents import Document, read
 from converter.text.tokens import ModelTokens
-from converter.text.windows import Split
+from converter.text.windows import Split, windows
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny-gpt2"
 VOCAB, EOT = 4096, 0
@@ -224,6 +224,35 @@ def test_documents_are_packed_cut_and_their_last_token_has_no_target():
     assert rows[1].documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1]]
     assert rows[1].targets.tolist() == [[10, 11, 12, IGNORE, 14, 15, 16, IGNORE]]
     assert found.valid == 12
+
+
+def test_the_token_behind_a_real_end_is_a_target():
+    """T6. Not where a document is cut by a row, by a budget, or by the end of its data; nor behind nothing."""
+    lengths, ends = (5, 7, 4, 8, 1), (True, True, False, True, True)
+    starts = np.cumsum([1, *lengths]).tolist()
+    documents = [
+        Document("", np.arange(start, start + length), end)
+        for start, length, end in zip(starts[:-1], lengths, ends, strict=True)
+    ]
+    found, without = (
+        Batches(Corpus.of(documents, token), 8, sequences_per_step=4, seed=0)._sequences(np.arange(4))
+        for token in (0, None)
+    )
+    assert found.targets.tolist() == [
+        [2, 3, 4, 5, 0, 7, 8, IGNORE],
+        [10, 11, 12, 0, 14, 15, 16, IGNORE],
+        [18, 19, 20, 21, 22, 23, 24, 0],
+        [IGNORE] * 8,
+    ]
+    assert 0 not in without.targets
+    assert torch.equal(without.ids, found.ids)
+
+
+def test_held_out_windows_have_the_same_targets():
+    documents = [Document("", np.arange(1, 6), ended=True), Document("", np.arange(6, 14), ended=True)]
+    cut = windows(documents, 8, None, end_of_text=0)
+    found = sequences_of(cut, 1).targets.tolist()
+    assert found == [[2, 3, 4, 5, 0, *[IGNORE] * 3], [7, 8, 9, 10, 11, 12, 13, 0]]
 
 
 def test_padding_is_known_by_length_and_an_end_of_text_inside_is_a_target():

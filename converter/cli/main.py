@@ -346,9 +346,10 @@ def verify(
     if as_json:
         click.echo(to_json(comparison.to_dict() | {"max_kl": limit, "passed": comparison.total.kl <= limit}))
     else:
-        from converter.show.tables import comparison_table
+        from converter.show.tables import comparison_table, ends_tables
 
-        print_all([comparison_table(comparison, f"{a} against {b}, nats per token")])
+        shown = [comparison_table(comparison, f"{a} against {b}, nats per token")]
+        print_all(shown + ends_tables((str(b), comparison), source=str(a)))
     if not comparison.total.kl <= limit:
         raise VerificationError(
             f"{b} is {comparison.total.kl:.3g} nats per token from {a}, and {limit:.3g} were allowed",

@@ -220,7 +220,7 @@ class Walk:
             return
         variants = ((0, source), (prefix - 1, previous), (prefix, current))
         heads = {p: (variant.to(self.dtype), streams.states[p]) for p, variant in variants}
-        tally = Tally(streams.windows.ids.shape[1])
+        tally = Tally(streams.windows.ids.shape[1], streams.windows.end_of_text)
         largest_change = 0.0
         for found, targets, positions in logits(streams.windows, heads, self.device):
             tally.add(found[0], found[prefix], targets, positions)
@@ -257,4 +257,4 @@ def _spread(windows: Windows, tokens: int) -> Windows:
     """At most this many tokens, in windows spread evenly over all."""
     count, length = windows.ids.shape
     chosen = np.arange(few := max(1, min(count, tokens // length))) * count // few
-    return Windows(windows.ids[chosen], windows.lengths[chosen])
+    return windows.rows(chosen)

@@ -46,8 +46,8 @@ class Sequences:
 
     `documents` numbers the document pieces of a row from 0, and is -1 for padding. `positions` counts from
     0 in each piece, and goes on in padding, so that a row of one piece needs no mask. `targets` is the next
-    token of the same piece, or IGNORE: for the last token of a piece and for padding. All of it follows from
-    lengths, never from ids: a real end-of-text token is a target.
+    token of the same piece, the end-of-text token where the document really ends, or IGNORE: where a piece is cut, and
+    for padding. All of it follows from lengths, never from ids: an end-of-text token inside is a target like any other.
     """
 
     ids: Tensor
@@ -175,6 +175,10 @@ class Batches:
         targets = np.full_like(places, IGNORE)
         goes_on = inside[:, 1:] & (positions[:, 1:] > 0)
         targets[:, :-1][goes_on] = ids[:, 1:][goes_on]
+        if corpus.end_of_text is not None:
+            real = corpus.ended & (np.diff(corpus.offsets) > 1)
+            ends = inside & (places == corpus.offsets[document + 1] - 1) & real[document]
+            targets[ends] = corpus.end_of_text
         return Sequences(*(torch.from_numpy(a.astype(np.int64)) for a in (ids, pieces, positions, targets)))
 
 
@@ -190,4 +194,7 @@ def sequences_of(held_out: Windows, ranks: int) -> Sequences:
     inside, followed = positions < lengths, positions < lengths - 1
     targets = torch.full_like(ids, IGNORE)
     targets[:, :-1][followed[:, :-1]] = ids[:, 1:][followed[:, :-1]]
+    ended = np.flatnonzero(held_out.ended)
+    if held_out.end_of_text is not None:
+        targets[ended, held_out.lengths[ended] - 1] = held_out.end_of_text
     return Sequences(ids, inside.long() - 1, positions * inside, targets)

@@ -24,7 +24,6 @@ from converter.measure.models import load
 from converter.measure.verify import compare
 from converter.show.progress import Progress
 from converter.text.gather import HealTexts
-from converter.text.windows import windows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -98,7 +97,7 @@ def _compare(run: Trained) -> dict[str, Any]:
     assert source is not None
     written = check_export(run.output.partial, job.converted, layout_of(job.converted, job.dtype))
     context = min(job.context, source.spec.context, job.converted.spec.context)
-    measured = windows(run.texts.held_out, context, job.settings.evaluation_tokens)
+    measured = run.texts.windows(context, job.settings.evaluation_tokens)
     device = str(run.accelerator.device)
     teacher, others = load(source).to(device), {"before": job.converted, "after": written}
     return {name: compare(teacher, load(each).to(device), measured).to_dict() for name, each in others.items()}

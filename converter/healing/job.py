@@ -17,7 +17,6 @@ from converter.files.writer import parse_size
 from converter.healing.export import check_exportable, check_generation_config
 from converter.measure.vocabulary import Vocabulary, common_ids
 from converter.text.gather import HealTexts
-from converter.text.windows import windows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +46,7 @@ class Job:
         """What makes two runs the same. How many processes and micro-batches share a step changes nothing."""
         opened = {"converted": self.converted, "teacher": self.source}
         files = {name: model.checkpoint.stats() for name, model in opened.items() if model is not None}
-        measured = windows(texts.held_out, self.context, self.settings.evaluation_tokens)
+        measured = texts.windows(self.context, self.settings.evaluation_tokens)
         digests = {"text": texts.corpus.fingerprint, "held-out text": measured.digest()}
         stored = {"dtype": self.dtype, "shard size": self.shard_size}
         return {"tool": __version__, **files, **digests, **stored, **self.settings.fingerprint()}

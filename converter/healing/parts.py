@@ -26,7 +26,6 @@ from converter.healing.zero import zero_trainee
 from converter.measure.models import load_transformers
 from converter.spec import Norm
 from converter.text.gather import HealTexts
-from converter.text.windows import windows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -70,7 +69,7 @@ def make_loop(
         enable({"use_reentrant": False})
     check_no_leak(model)
     batches = Batches(texts.corpus, context, settings.sequences_per_step, settings.seed)
-    held_out = sequences_of(windows(texts.held_out, context, settings.evaluation_tokens), accelerator.num_processes)
+    held_out = sequences_of(texts.windows(context, settings.evaluation_tokens), accelerator.num_processes)
     teacher: Teacher | RecordedTeacher | None = None
     rows = int(model.config.vocab_size)
     if learner.source is not None and settings.teacher == "recorded":

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from converter.errors import ConverterError, UnsupportedError
-from converter.measure.metrics import Comparison, Figures, Tally
+from converter.measure.metrics import Comparison, EndOfText, Figures, Tally
 from converter.measure.models import RunnableCheckpoint, pick_device
 from converter.measure.verify import LOGITS, LONGEST_WINDOW
 from converter.measure.vocabulary import common_ids
@@ -50,6 +50,8 @@ class AtContext:
     kl: float | None
     agreement: float | None
     buckets: tuple[Figures, ...]
+    #: What it says of the end-of-text token, beside the first model; None for a model without such a token.
+    end_of_text: EndOfText | None = None
 
 
 @dataclass(frozen=True)
@@ -185,10 +187,11 @@ def _evaluate(
                 tokens=total.tokens,
                 loss=total.loss,
                 perplexity=math.exp(min(total.loss, 700.0)),
-                bits_per_byte=total.loss * total.tokens / size / math.log(2.0) if size else None,
+                bits_per_byte=_nats_of_text(found) / size / math.log(2.0) if size else None,
                 kl=total.kl if reference is not subject else None,
                 agreement=total.agreement if reference is not subject else None,
                 buckets=found.buckets,
+                end_of_text=found.end_of_text,
             )
         )
     return Evaluation(subject.path, tuple(results), subject.no_kl, no_context, subject.checkpoint.notes)
@@ -203,7 +206,7 @@ def _compare(
 ) -> Comparison:
     """Both models over the same windows, in the order of their lengths; a model against itself runs once."""
     longest = len(spans[-1]) if spans else 1
-    tally = Tally(longest)
+    tally = Tally(longest, corpus.end_of_text)
     rows = max(1, LOGITS // model.vocab_size // longest)
     for start in range(0, len(spans), rows):
         batch = spans[start : start + rows]
@@ -218,11 +221,15 @@ def _compare(
 
 @dataclass(frozen=True)
 class _Span:
-    """A window over the corpus: tokens start to stop, of which those from `scored` on count."""
+    """A window over the corpus: tokens start to stop, of which those from `scored` on count.
+
+    With `ended` text ends behind it, and the end-of-text token counts too.
+    """
 
     start: int
     scored: int
     stop: int
+    ended: bool
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -230,11 +237,12 @@ class _Span:
 
 def _spans(corpus: Corpus, context: int, stride: int) -> Iterator[_Span]:
     """The windows of every document of two tokens or more."""
-    for first, end in zip(corpus.offsets[:-1].tolist(), corpus.offsets[1:].tolist(), strict=True):
+    ended = corpus.ended & (corpus.end_of_text is not None)
+    for first, end, real in zip(corpus.offsets[:-1].tolist(), corpus.offsets[1:].tolist(), ended.tolist(), strict=True):
         start, scored = first, first + 1
         while scored < end:
             stop = min(start + context, end)
-            yield _Span(start, scored, stop)
+            yield _Span(start, scored, stop, real and stop == end)
             start, scored = start + stride, stop
 
 
@@ -243,9 +251,22 @@ def _batch(corpus: Corpus, spans: Sequence[_Span]) -> tuple[Ids, Ids, Ids, Ids]:
     ids = np.zeros((len(spans), max(map(len, spans))), dtype=np.int64)
     for row, span in zip(ids, spans, strict=True):
         row[: len(span)] = corpus.ids[span.start : span.stop]
-    rows = np.repeat(np.arange(len(spans)), [span.stop - span.scored for span in spans])
-    positions = np.concatenate([np.arange(span.scored - 1, span.stop - 1) - span.start for span in spans])
-    return ids, rows, positions, ids[rows, positions + 1]
+    stops = [span.stop + span.ended for span in spans]
+    rows = np.repeat(np.arange(len(spans)), [stop - span.scored for span, stop in zip(spans, stops, strict=True)])
+    positions = [np.arange(span.scored - 1, stop - 1) - span.start for span, stop in zip(spans, stops, strict=True)]
+    followed = np.zeros((len(spans), ids.shape[1] + 1), dtype=np.int64)  # with the token behind the text
+    followed[:, :-1] = ids
+    for row, span in zip(followed, spans, strict=True):
+        if span.ended and corpus.end_of_text is not None:
+            row[len(span)] = corpus.end_of_text
+    at = np.concatenate(positions)
+    return ids, rows, at, followed[rows, at + 1]
+
+
+def _nats_of_text(found: Comparison) -> float:
+    """The loss of all of a text, without what its ends cost: they have no bytes."""
+    ends = found.end_of_text
+    return found.total.loss * found.total.tokens - (ends.loss * ends.ends if ends else 0.0)
 
 
 def _size_in_bytes(corpus: Corpus, tokenizer: PreTrainedTokenizerFast | None) -> int | None:

@@ -44,6 +44,24 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class EndOfText:
+    """The end-of-text token: where it is the next one, `ends` times, and in the other `places`, where text goes on.
+
+    Its mean probability and its loss in nats at the ends, and the share of the other places where it is the likeliest
+    token; 0 where there are no such places.
+    """
+
+    ends: int
+    source_probability: float
+    probability: float
+    source_loss: float
+    loss: float
+    places: int
+    source_early: float
+    early: float
+
+
+@dataclass(frozen=True)
 class Comparison:
     """How far model B is from model A (the source)."""
 
@@ -52,6 +70,8 @@ class Comparison:
     #: Largest difference of two logits, and the largest logit of A.
     max_difference: float
     max_logit: float
+    #: None for a model without such a token.
+    end_of_text: EndOfText | None = None
 
     @property
     def relative_difference(self) -> float:
@@ -66,15 +86,19 @@ class Comparison:
     def from_dict(cls, saved: Mapping[str, Any]) -> Comparison:
         """The inverse of `to_dict`."""
         buckets = tuple(Figures(**each) for each in saved["buckets"])
-        return cls(Figures(**saved["total"]), buckets, saved["max_difference"], saved["max_logit"])
+        end = EndOfText(**saved["end_of_text"]) if saved.get("end_of_text") else None
+        return cls(Figures(**saved["total"]), buckets, saved["max_difference"], saved["max_logit"], end)
 
 
 class Tally:
-    """Adds up a comparison, position by position."""
+    """Adds up a comparison, position by position; and what is said of the token `end_of_text`, if there is one."""
 
-    def __init__(self, context: int) -> None:
+    def __init__(self, context: int, end_of_text: int | None = None) -> None:
         #: Rows: count, KL, source loss, loss, top-1 agreement.
         self.sums = torch.zeros(5, context, dtype=torch.float64)
+        self._end_of_text = end_of_text
+        #: Of source and other: probability and loss at the ends, how often likeliest elsewhere; ends, other places.
+        self._ends = torch.zeros(8, dtype=torch.float64)
         self.max_difference = 0.0
         self.max_logit = 0.0
 
@@ -103,6 +127,8 @@ class Tally:
             ]
         )
         self.sums.index_add_(1, positions.cpu(), rows.cpu())
+        if self._end_of_text is not None:
+            self._ends += _said_of(self._end_of_text, log_p, log_q, targets).cpu()
         self.max_difference = larger(self.max_difference, difference(source, other))
         self.max_logit = larger(self.max_logit, source.abs().max())
 
@@ -114,7 +140,14 @@ class Tally:
         starts = [start for start in _BUCKET_STARTS if start < context]
         edges = zip(starts, [*starts[1:], context], strict=True)
         buckets = [self._figures(first, end) for first, end in edges if self.sums[0, first:end].sum() > 0]
-        return Comparison(self._figures(0, context), tuple(buckets), self.max_difference, self.max_logit)
+        total, end = self._figures(0, context), self._end() if self._end_of_text is not None else None
+        return Comparison(total, tuple(buckets), self.max_difference, self.max_logit, end)
+
+    def _end(self) -> EndOfText:
+        *sums, ends, places = self._ends.tolist()
+        p, q, source_loss, loss = (each / max(ends, 1) for each in sums[:4])
+        early = (each / max(places, 1) for each in sums[4:])
+        return EndOfText(int(ends), p, q, source_loss, loss, int(places), *early)
 
     def _figures(self, first: int, end: int) -> Figures:
         sums = self.sums[:, first:end].sum(dim=1)
@@ -123,6 +156,15 @@ class Tally:
         kl, source_loss, loss, agreement = (sums[1:] / count).tolist()
         last = first + int(used.max()) if len(used) else end - 1
         return Figures(first, last, int(count), kl, source_loss, loss, agreement)
+
+
+def _said_of(token: int, log_p: Tensor, log_q: Tensor, targets: Tensor) -> Tensor:
+    """Sums as `Tally` keeps them, (8,), from log probabilities (N, V) of two models for the next tokens (N,)."""
+    at_end = targets == token
+    ends = torch.stack([each[at_end, token] for each in (log_p, log_q)])  # (2, ends)
+    early = [(each[~at_end].argmax(-1) == token).sum() for each in (log_p, log_q)]
+    counts = [at_end.sum(), (~at_end).sum()]
+    return torch.cat([ends.exp().sum(1), -ends.sum(1), torch.stack([*early, *counts]).double()])
 
 
 def common_rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,8 +188,13 @@ def predictions(windows: Windows, batch: slice) -> tuple[Tensor, Tensor, Tensor]
     """Which (row, position) of a batch of windows predicts which token: three (N,) tensors."""
     ids = torch.from_numpy(windows.ids[batch])
     lengths = torch.from_numpy(windows.lengths[batch])
-    rows, positions = torch.nonzero(torch.arange(ids.shape[1])[None] < lengths[:, None] - 1, as_tuple=True)
-    return rows, positions, ids[rows, positions + 1]
+    ended = torch.from_numpy(windows.ended[batch])
+    followed = lengths - 1 + ended.long()
+    rows, positions = torch.nonzero(torch.arange(ids.shape[1])[None] < followed[:, None], as_tuple=True)
+    targets = ids[rows, (positions + 1).clamp(max=ids.shape[1] - 1)]
+    if windows.end_of_text is not None:
+        targets[positions == lengths[rows] - 1] = windows.end_of_text
+    return rows, positions, targets
 
 
 def batches(windows: Windows, tokens: int = 4096) -> Iterator[slice]:

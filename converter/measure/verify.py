@@ -27,7 +27,7 @@ LOGITS = 60_000_000
 def compare(source: RunningModel, other: RunningModel, windows: Windows) -> Comparison:
     """Run two models of the same tokens over the same windows, on one device."""
     length = windows.ids.shape[1]
-    tally = Tally(length)
+    tally = Tally(length, windows.end_of_text)
     for batch in batches(windows, tokens=max(length, LOGITS // max(source.vocab_size, other.vocab_size))):
         ids = torch.from_numpy(windows.ids[batch]).to(source.device)
         rows, positions, targets = (t.to(source.device) for t in predictions(windows, batch))
@@ -54,13 +54,15 @@ def verify(
     device = pick_device(device)
     first, second = (RunnableCheckpoint(path, device) for path in (a, b))
     common = common_ids(first.vocabulary, second.vocabulary)
-    documents = read(listed(text), first.tokens(common, second.tokenizer), at_least(tokens)).documents
+    read_in = first.tokens(common, second.tokenizer)
+    documents = read(listed(text), read_in, at_least(tokens)).documents
     models = (first.model, second.model)
     longest = min((model.longest for model in models if model.longest is not None), default=context)
     if context > longest:
         raise ConverterError(f"the models see {longest} tokens at most", where=f"--context {context}")
     made_for = (model.context for model in models if model.context is not None)
-    return compare(*models, windows(documents, context or min([LONGEST_WINDOW, *made_for]), tokens))
+    length = context or min([LONGEST_WINDOW, *made_for])
+    return compare(*models, windows(documents, length, tokens, end_of_text=read_in.end_of_text))
 
 
 def expected_kl(path: Path) -> float | None:

@@ -75,7 +75,7 @@ def yardstick(source: SourceModel, text: Windows, device: str = "cpu") -> tuple[
                 each[:] = [reference.run_layer(roles, spec, ref.index, part) for part in each]
     results = []
     for variant in variants[1:]:
-        tally = Tally(length)
+        tally = Tally(length, text.end_of_text)
         for number, part in enumerate(parts):
             rows, positions, targets = predictions(text, part)
             for some in torch.arange(len(targets)).split(_ROWS):

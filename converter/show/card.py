@@ -11,6 +11,7 @@ from converter.show.tables import (
     cost_table,
     damage_by_position_table,
     damage_table,
+    ends_tables,
     errors_table,
     markdown,
     result_table,
@@ -45,6 +46,7 @@ def model_card(report: ConversionReport) -> str:
             "## Source against result, by position\n",
             f"{report.verified_by}, in nats per token.\n",
             markdown(comparison_table(report.verification, "")) + "\n",
+            *(markdown(each) + "\n" for each in ends_tables(("result", report.verification))),
             "![Loss by position](figures/loss_by_position.png)\n",
             "![Drift by depth](figures/drift_by_depth.png)\n",
         ]
@@ -93,5 +95,7 @@ def card_section(report: HealReport) -> str:
     ]
     if report.after is not None:
         parts += ["### The healed model by position\n", markdown(comparison_table(report.after, "")) + "\n"]
+        ends = ends_tables(("converted", report.before), ("healed", report.after))
+        parts += [markdown(each) + "\n" for each in ends]
     parts.append("`healing.json` holds all settings and figures, `metrics.jsonl` every step.\n")
     return "\n".join(parts)

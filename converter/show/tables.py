@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # `inspect` prints its tables without torch
     from converter.healing.report import HealReport
     from converter.measure.evaluate import Evaluation
     from converter.measure.inspect import Inspection
-    from converter.measure.metrics import Comparison, Figures
+    from converter.measure.metrics import Comparison, EndOfText, Figures
     from converter.measure.yardstick import Shifted
 
 
@@ -82,6 +82,30 @@ def comparison_table(comparison: Comparison, title: str) -> Table:
             span = "all"
         table.add_row(span, f"{figures.tokens:,}", *_figure_cells(figures))
     return table
+
+
+def end_of_text_table(rows: Sequence[tuple[str, float, float]], ends: EndOfText) -> Table:
+    """What models say of the end-of-text token: name, mean probability at the ends, how often likeliest elsewhere."""
+    table = Table(title=f"End of text, at {_times(ends.ends, 'end')} and {ends.places:,} places where text goes on")
+    for heading in ("model", "P(end) where text ends", "likeliest where it goes on"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for name, probability, early in rows:
+        table.add_row(name, f"{probability:.4f}" if ends.ends else "", f"{early:.3%}")
+    return table
+
+
+def ends_tables(*named: tuple[str, Comparison | None], source: str = "source") -> list[Table]:
+    """The end of text for the source and what was compared with it, in one table; none for models without its token."""
+    found = [(name, each.end_of_text) for name, each in named if each is not None and each.end_of_text is not None]
+    if not found:
+        return []
+    first = found[0][1]
+    rows = [(source, first.source_probability, first.source_early)]
+    return [end_of_text_table([*rows, *((name, each.probability, each.early) for name, each in found)], first)]
+
+
+def _times(count: int, what: str) -> str:
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def cost_table(report: ConversionReport) -> Table:
@@ -247,7 +271,7 @@ def conversion_tables(report: ConversionReport) -> list[Any]:
     shown: list[Any] = [damage_table(report)]
     if report.verification is not None:
         title = f"Source against the written files, by {report.verified_by}, nats per token"
-        shown.append(comparison_table(report.verification, title))
+        shown += [comparison_table(report.verification, title), *ends_tables(("result", report.verification))]
         if report.yardstick:
             shown.append(yardstick_table(report.yardstick))
         shown.append(cost_table(report))
@@ -338,6 +362,7 @@ def heal_tables(report: HealReport) -> list[Any]:
     shown: list[Any] = [evaluations_table(report), result_table(report)]
     if report.after is not None:
         shown.append(comparison_table(report.after, "The healed model by position"))
+        shown += ends_tables(("converted", report.before), ("healed", report.after))
     if report.skipped:
         shown.append(f"{report.skipped} steps were skipped, since their gradients were not finite.")
     shown.append(f"Measured on: {report.text}.")
@@ -356,6 +381,15 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
                 evaluation.path, str(at.context), f"{at.tokens:,}", f"{at.loss:.4f}", f"{at.perplexity:.3f}", *figures
             )
     contexts = sorted({at.context for evaluation in evaluations for at in evaluation.results})
+    ends = [
+        (f"{evaluation.path} at {at.context}", at.end_of_text)
+        for evaluation in evaluations
+        for at in evaluation.results
+        if at.end_of_text is not None
+    ]
+    if ends:
+        rows = [(name, each.probability, each.early) for name, each in ends]
+        return [total, end_of_text_table(rows, ends[0][1]), *(_position_table(evaluations, each) for each in contexts)]
     return [total, *(_position_table(evaluations, context) for context in contexts)]
 
 

@@ -70,9 +70,11 @@ def gather_texts(plan: Plan, text: Sequence[Text], eval_text: Sequence[Text]) ->
             )
         return Texts(None, _random_windows(plan), _RANDOM_TOKENS, real=False)
 
+    end_of_text = tokens_of(plan.source).end_of_text
+
     def cut(documents: list[Document], context: int, tokens: int) -> Windows:
         length = min(context or _LONGEST_WINDOW, spec.context)
-        return windows(documents, length, tokens)
+        return windows(documents, length, tokens, end_of_text=end_of_text)
 
     measured = cut(split.held_out, settings.verify.context, settings.verify.tokens)
     if measured.predictions == 0:
@@ -158,6 +160,10 @@ class HealTexts:
     description: str
     #: What a user should know about the text.
     notes: tuple[str, ...] = ()
+
+    def windows(self, context: int, tokens: int) -> Windows:
+        """Windows to measure on, the ends of documents among them."""
+        return windows(self.held_out, context, tokens, end_of_text=self.corpus.end_of_text)
 
 
 def gather_heal_texts(
