@@ -29,8 +29,8 @@ def printable(text: str) -> str:
 class ConverterError(Exception):
     """Bad usage or bad input. The command line shows it as one paragraph and exits with `exit_code`.
 
-    `what` is a full sentence. `where` names the file, tensor or recipe line, `why` the reason and
-    `fix` what the user can do next; each is optional.
+    `what` is a full sentence. `where` names the file, tensor, recipe line or option; without one the command line names
+    the command. `why` is the reason and `fix` what the user can do next: one of them at least (tests/test_messages.py).
     """
 
     exit_code = 2
@@ -43,6 +43,16 @@ class ConverterError(Exception):
 
     def __str__(self) -> str:
         return paragraph(f"{self.where}: {self.what}" if self.where else self.what, self.why, self.fix, self.kept)
+
+
+@contextmanager
+def at(where: str) -> Iterator[None]:
+    """Gives an error that is raised inside, and that does not say where it is, this place."""
+    try:
+        yield
+    except ConverterError as error:
+        error.where = error.where or where
+        raise
 
 
 class CheckpointError(ConverterError):
@@ -82,7 +92,8 @@ def reporting(on_fault: OnFault, path: Path) -> Iterator[None]:
         on_fault(fault)
     except OSError as error:
         what = f"the file cannot be read: {error.strerror or error}"
-        on_fault(CheckpointError(what, where=str(error.filename or path)))
+        fix = "Check the path, its permissions and the disk"
+        on_fault(CheckpointError(what, where=str(error.filename or path), fix=fix))
 
 
 class UnsupportedError(ConverterError):

@@ -132,7 +132,7 @@ def test_debug_adds_the_traceback_and_keeps_the_exit_code(source: Path, tmp_path
     result = run("--debug", "convert", source, tmp_path / "out")
     assert result.exit_code == 2
     assert "Traceback (most recent call last)" in result.stderr
-    assert result.stderr.rstrip().splitlines()[-1].startswith("converter: op '")
+    assert result.stderr.rstrip().splitlines()[-1].startswith("converter convert: op '")
 
 
 def test_a_target_that_exists_is_replaced_only_when_asked(source: Path, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_the_name_of_a_snapshot() -> None:
 def test_what_is_neither_here_nor_to_be_had_is_one_clear_error(command: tuple[str, ...], cache: Path) -> None:
     code, output = run(*command)
     assert code == 2
-    assert output.startswith(f"converter: '{command[1]}' is neither a file or folder here, nor could it be fetched")
+    assert output.startswith(f"converter: {command[1]}: this is neither a file or folder here, nor could it be fetched")
     assert "HF_HUB_OFFLINE" in output
     assert output.count("\n") == 1
     assert list(Path().iterdir()) == []
@@ -173,5 +173,7 @@ def test_a_network_that_is_not_there(cached: bool, cache: Path, tmp_path: Path, 
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
     assert done.returncode == (0 if cached else 2)
     if not cached:
-        assert done.stderr.splitlines()[-1].startswith("converter: 'gpt2' is neither a file or folder here, nor could")
+        assert done.stderr.splitlines()[-1].startswith(
+            "converter: gpt2: this is neither a file or folder here, nor could"
+        )
         assert "Traceback" not in done.stderr

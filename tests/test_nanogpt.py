@@ -462,6 +462,11 @@ def test_a_model_of_characters_is_converted_with_its_tokenizer(tmp_path: Path) -
     assert tokenizer(lines)["input_ids"] == wanted
     (tmp_path / "shakespeare.txt").write_text(lines * 60)
     converter.convert(path, tmp_path / "llama", text=[tmp_path / "shakespeare.txt"])
+    (tmp_path / "other.txt").write_text(lines + "1 + 1 = 2 and café")
+    with pytest.raises(
+        ConverterError, match=r"other.txt: the tokenizer cannot read the text. It has no '\+', '1', '2', "
+    ):
+        converter.verify(path, tmp_path / "llama", text=[tmp_path / "other.txt"])
     written = AutoTokenizer.from_pretrained(tmp_path / "llama")
     assert written(lines)["input_ids"] == wanted
     assert written.decode(wanted) == lines

@@ -87,6 +87,12 @@ def test_a_field_is_named_for_what_it_is(changes: dict[str, Any], words: str, tm
     assert words in notes(edited(tmp_path, models.gpt2(), **changes))
 
 
+def test_a_field_of_any_content_is_noted_on_one_line(tmp_path: Path) -> None:
+    (note,) = SourceModel.open(edited(tmp_path, models.gpt2(), **{"odd\n\x1b[31mname": "x" * 100_000})).notes
+    assert note.isprintable()
+    assert len(note) < 1000
+
+
 def test_a_field_that_only_the_checkpoints_own_code_reads_is_refused(tmp_path: Path) -> None:
     changes = {"auto_map": {"AutoModelForCausalLM": "modeling_x.XModel"}, "condition_on_x": True}
     with pytest.raises(UnsupportedError) as caught:

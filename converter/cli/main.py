@@ -39,7 +39,8 @@ class _Group(click.Group):
         except ConverterError as error:
             if ctx.params.get("debug"):
                 traceback.print_exc()
-            click.echo(f"converter: {error}", err=True)
+            command = "converter" if error.where else f"converter {ctx.invoked_subcommand}"
+            click.echo(f"{command}: {error}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt as error:
             click.echo(f"converter: {paragraph('interrupted', str(error))}", err=True)

@@ -134,6 +134,7 @@ def make_plan(source: SourceModel, recipe: Recipe, dtype: DtypeName | None = Non
         steps = _resolve_steps(source.spec, recipe)
         target_spec = target.accept(steps[-1].after)
     except UnsupportedError as error:
+        error.where = error.where or f"recipe '{recipe.name}'"
         own = source.family.recipe_for(source.spec)
         if own not in (None, recipe.name):
             error.fix = paragraph(error.fix, f"The recipe for this checkpoint is '{own}'")

@@ -118,7 +118,7 @@ def parse_recipe(text: str, where: str, overrides: Iterable[str] = ()) -> Recipe
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
-        raise RecipeError("this is nested too deeply", where=where) from None
+        raise RecipeError("this is nested too deeply", where=where, why="a recipe has three levels") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
@@ -128,7 +128,11 @@ def parse_recipe(text: str, where: str, overrides: Iterable[str] = ()) -> Recipe
     reader.known_keys(top, {"name", "description", "target", "steps", *_SECTIONS}, "recipe")
     for key in ("name", "target", "steps"):
         if key not in top:
-            raise RecipeError(f"the recipe has no '{key}'", where=where)
+            raise RecipeError(
+                f"the recipe has no '{key}'",
+                where=where,
+                fix="`converter recipes show gpt2-to-llama` prints a whole one",
+            )
     nodes = reader.sequence(top["steps"][1], "steps")
     recipe = Recipe(
         name=reader.value(top["name"][1], str, "name"),
@@ -156,7 +160,9 @@ def _override(recipe: Recipe, override: str) -> Recipe:
     target, equals, text = override.partition("=")
     step_name, dot, parameter = target.strip().partition(".")
     if not equals or not dot:
-        raise RecipeError("an override has the form step.param=value", where=where)
+        raise RecipeError(
+            "an override has the form step.param=value", where=where, fix="Write for example gelu_to_swiglu.units=2"
+        )
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:

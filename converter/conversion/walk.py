@@ -21,6 +21,7 @@ from converter import reference
 from converter.blocks import Block, BlockRef, Dropped, block_shapes, blocks
 from converter.conversion.plan import Plan
 from converter.conversion.streams import Reading, StreamCalibration, Streams, Trace, Variant, logits
+from converter.errors import at
 from converter.measure.metrics import Comparison, Tally, batches, difference, larger
 from converter.ops import Calibration, Notes
 from converter.spec import Norm
@@ -171,7 +172,8 @@ class Walk:
         for prefix, step in enumerate(self.plan.steps, start=1):
             notes = Notes(ref, origins, dict(self.findings.facts[prefix - 1]))
             notes.progress = self.progress or notes.progress
-            block = step.op.apply(current.block, step.before, notes, self._calibration_for(prefix, moved_norm))
+            with at(f"step '{step.op.name}' on {ref}"):
+                block = step.op.apply(current.block, step.before, notes, self._calibration_for(prefix, moved_norm))
             assert block.keys() == block_shapes(step.after, ref).keys(), f"{step.op.name} gives {ref} other roles"
             self.findings.note(prefix - 1, notes)
             previous, current = current, Variant(block, step.after)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from converter.errors import CheckpointError, UnsupportedError, did_you_mean
+from converter.errors import CheckpointError, UnsupportedError, did_you_mean, printable
 from converter.families.foreign import fields_read, owners
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ _MUST_BE = {
     "tf_legacy_loss": False,
     "use_bfloat16": False,
 }
+
+_RIGHT_VALUE = "Write the value that the model was trained with"
 
 #: Fields that name special tokens: an id, a list of ids, or null.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -150,7 +152,7 @@ class ConfigReader:
 
     def note(self, text: str) -> None:
         """Something that a user should know and that does not stop a conversion."""
-        self.notes.append(text)
+        self.notes.append(printable(text))
 
     def read(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of a field, of this type; the default where it is absent or null.
@@ -161,7 +163,12 @@ class ConfigReader:
         value = self.config.get(key)
         if value is None:
             if default is None:
-                raise CheckpointError(f"config field '{key}' is missing", where=self.where)
+                raise CheckpointError(
+                    f"config field '{key}' is missing",
+                    where=self.where,
+                    why="no default fits every model of the family",
+                    fix=_RIGHT_VALUE,
+                )
             return default
         return self.checked(key, value, kind)
 
@@ -174,12 +181,14 @@ class ConfigReader:
         """A value that must be of this type; a number must be finite and above 0 too."""
         fits: bool = isinstance(value, _TYPES[kind]) and (kind is bool or not isinstance(value, bool))
         if not fits:
-            raise CheckpointError(f"config field '{what}' is {value!r}, not of type {kind.__name__}", where=self.where)
-        if kind is int and value < 1:
-            raise CheckpointError(f"config field '{what}' is {value}, and must be at least 1", where=self.where)
-        if kind is float and not (value > 0 and math.isfinite(value)):
-            raise CheckpointError(f"config field '{what}' is {value}, and must be above 0", where=self.where)
-        return kind(value)  # type: ignore[call-arg]
+            problem = f"{value!r}, not of type {kind.__name__}"
+        elif kind is int and value < 1:
+            problem = f"{value}, and must be at least 1"
+        elif kind is float and not (value > 0 and math.isfinite(value)):
+            problem = f"{value}, and must be above 0"
+        else:
+            return kind(value)  # type: ignore[call-arg]
+        raise CheckpointError(f"config field '{what}' is {problem}", where=self.where, fix=_RIGHT_VALUE)
 
     def one_of(self, key: str, meanings: Mapping[str, T], default: str) -> T:
         """What the value of a field means."""
@@ -196,7 +205,9 @@ class ConfigReader:
         """whole / parts, which must have no rest."""
         if whole % parts:
             raise CheckpointError(
-                f"{whole_name} = {whole} is not a multiple of {parts_name} = {parts}", where=self.where
+                f"{whole_name} = {whole} is not a multiple of {parts_name} = {parts}",
+                where=self.where,
+                fix=_RIGHT_VALUE,
             )
         return whole // parts
 
@@ -300,7 +311,11 @@ class ConfigReader:
             value = self.config.get(key)
             for token in value if isinstance(value, list) else [value]:
                 if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
-                    raise CheckpointError(f"config field '{key}' is {value!r}, not a token id", where=self.where)
+                    raise CheckpointError(
+                        f"config field '{key}' is {value!r}, not a token id",
+                        where=self.where,
+                        fix="Write the number of a token, a list of numbers, or null",
+                    )
 
     def _check_dtypes(self) -> None:
         new, old = (_dtype_name(self.config.get(key)) for key in ("dtype", "torch_dtype"))

@@ -75,13 +75,16 @@ class GGUF(Family):
         own: dict[str, Any] = {"vocab_size": _vocabulary(config, a), "biases": biases, "qk_norm": qk_norm}
         spec = read_facts(config, fields, **self.facts, **own, tied_head=tied)
         if config.read(f"{a}.attention.value_length", int, spec.head_dim) != spec.head_dim:
-            raise UnsupportedError("rows of v are not as many as those of k", where=config.where)
+            raise UnsupportedError("rows of v are not as many as those of k", where=config.where, why=_NO_PLACE)
         if config.config.get(f"{a}.expert_count"):
-            raise UnsupportedError("the model is a mixture of experts", where=config.where)
+            raise UnsupportedError("the model is a mixture of experts", where=config.where, why=_NO_PLACE)
         config.ignore({f"{a}.expert_count": "none", f"{a}.expert_used_count": "none"})
         config.ignore({key: "about the file" for key in config.config if key.startswith(("general.", "quantize."))})
         config.ignore({key: "the tokenizer's" for key in config.config if key.startswith("tokenizer.")})
         return spec.replace(rope=_rope(config, a, spec.head_dim, layout))
+
+
+_NO_PLACE = "a LLaMA has no place for that"
 
 
 def _vocabulary(config: ConfigReader, a: str) -> int:
@@ -89,7 +92,11 @@ def _vocabulary(config: ConfigReader, a: str) -> int:
     tokens = config.optional("vocab_size", int)
     size = config.optional(f"{a}.vocab_size", int) or tokens
     if size is None:
-        raise CheckpointError(f"neither {a}.vocab_size nor a list of tokens is there", where=config.where)
+        raise CheckpointError(
+            f"neither {a}.vocab_size nor a list of tokens is there",
+            where=config.where,
+            fix="Write the GGUF again, with its tokenizer",
+        )
     return size
 
 

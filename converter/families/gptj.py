@@ -76,6 +76,8 @@ class GPTJ(Family):
         spec, width = super().read_spec(config, tied), config.read("rotary_dim", int, 64)
         if width % 2 or width > spec.head_dim:
             raise UnsupportedError(
-                f"rotary_dim is {width}, not an even part of a head of {spec.head_dim}", where=config.where
+                f"rotary_dim is {width}, not an even part of a head of {spec.head_dim}",
+                where=config.where,
+                why="rotary rows come in pairs, and a head has no more of them",
             )
         return spec.replace(rope=RopeSpec(10000.0, width, self.layout))

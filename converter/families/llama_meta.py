@@ -116,14 +116,27 @@ class LlamaMeta(Llama):
         rows, vocabulary = config.config.get("embedding_rows"), config.config.get("vocab_size")
         config.ignore({"vocab_size": "the embedding has so many rows"})
         if isinstance(vocabulary, int) and vocabulary not in (-1, rows):
-            raise CheckpointError(f"vocab_size is {vocabulary}, and the embedding has {rows} rows", where=config.where)
+            raise CheckpointError(
+                f"vocab_size is {vocabulary}, and the embedding has {rows} rows",
+                where=config.where,
+                fix="Take params.json and the weights from one and the same model",
+            )
         theta = config.read("rope_theta", float, 10000.0)
         scaled = config.read("use_scaled_rope", bool, False)
         if scaled and theta != 500000.0:
-            raise UnsupportedError("use_scaled_rope is known with a rope_theta of 500000 only", where=config.where)
+            raise UnsupportedError(
+                f"use_scaled_rope is true and rope_theta is {theta:g}",
+                where=config.where,
+                why="the scaling is known by Llama 3.1's rule only, and that is for a theta of 500000",
+                fix="Write the rope_theta that the model was trained with",
+            )
         for key in ("moe", "quantization_args", "lora_args", "vision_chunk_size"):
             if config.config.get(key) is not None:
-                raise UnsupportedError(f"params.json has {key}", where=config.where)
+                raise UnsupportedError(
+                    f"params.json has {key}",
+                    where=config.where,
+                    why="only plain LLaMAs in full precision are converted",
+                )
             config.ignore({key: "none"})
         context = config.read("max_position_embeddings", int, context_of(config.config)[0])
         spec = read_facts(config, self.fields, **self.facts, tied_head=tied, context=context)
@@ -167,7 +180,9 @@ class LlamaMeta(Llama):
         if spec.head_dim * spec.num_heads != spec.hidden_size:
             raise UnsupportedError(
                 f"in a {self.label} the heads are as wide as the model, and here they are "
-                f"{spec.num_heads} x {spec.head_dim} of {spec.hidden_size}"
+                f"{spec.num_heads} x {spec.head_dim} of {spec.hidden_size}",
+                why="params.json has no field for another width",
+                fix="Choose a target in Hugging Face's format",
             )
         return params
 
@@ -200,4 +215,8 @@ def _width(spec: ModelSpec) -> dict[str, Any]:
         factor = round(spec.intermediate_size / int(8 * spec.hidden_size / 3), 6)
         if feed_forward_size(spec.hidden_size, multiple, factor) == spec.intermediate_size:
             return {"multiple_of": multiple, "ffn_dim_multiplier": factor}
-    raise UnsupportedError(f"no multiple_of and ffn_dim_multiplier give a width of {spec.intermediate_size}")
+    raise UnsupportedError(
+        f"no multiple_of and ffn_dim_multiplier give a width of {spec.intermediate_size}",
+        why="params.json states the MLP's width by these two only",
+        fix="Choose a target in Hugging Face's format",
+    )

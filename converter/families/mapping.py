@@ -146,7 +146,8 @@ class Projected(Direct):
 
     def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         raise UnsupportedError(
-            f"'{self.name}' and '{self.projection}' cannot be written: a product does not tell its factors"
+            f"'{self.name}' and '{self.projection}' cannot be written",
+            why="they are read as their product, and a product does not tell its factors",
         )
 
     def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:

@@ -44,7 +44,11 @@ def stored_rows(mapping: TensorMapping, rows: int) -> dict[str, Rows]:
     if type(mapping) is Direct:
         return {mapping.role: np.arange(rows)}
     if getattr(mapping, "transposed", False) or len(mapping.names) != 1:
-        raise UnsupportedError(f"'{mapping.names[0]}' does not have head rows as it is stored")
+        raise UnsupportedError(
+            f"'{mapping.names[0]}' does not have head rows as it is stored",
+            why="rows can only be moved in a file where they are rows",
+            fix="Convert the checkpoint instead, which writes every tensor anew",
+        )
     import torch
 
     numbers = torch.arange(rows)

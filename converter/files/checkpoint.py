@@ -180,7 +180,8 @@ def _gather(weights: Mapping[Path, WeightFile], on_fault: OnFault) -> dict[str, 
                 )
             )
     if weights and not any(weight_file.names for weight_file in weights.values()):
-        on_fault(CheckpointError("the weight files hold no tensors", where=str(next(iter(weights)))))
+        where = str(next(iter(weights)))
+        on_fault(CheckpointError("the weight files hold no tensors", where=where, fix="Download or copy them again"))
     return tensors
 
 

@@ -80,7 +80,7 @@ def find_container(path: Path) -> Container:
     from converter.files.nanogpt import NanoGPTFile
 
     if not path.exists():
-        raise CheckpointError("there is no such file or folder", where=str(path))
+        raise CheckpointError("there is no such file or folder", where=str(path), fix="Check the spelling")
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if not file.name.startswith("."):
             refuse_special(file)
@@ -113,7 +113,8 @@ def read_json(path: Path, on_fault: OnFault) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError("this is not valid JSON", where=str(path), why=str(error)) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"this is a JSON {type(value).__name__} where an object is expected", where=str(path))
+        what = f"this is a JSON {type(value).__name__} where an object is expected"
+        raise CheckpointError(what, where=str(path), fix="Take the file from the original again")
     return value
 
 

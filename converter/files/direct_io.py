@@ -42,7 +42,11 @@ def mapped(handle: int, start: int, end: int) -> Bytes:
     try:
         pages = mmap.mmap(handle, end - first, flags=mmap.MAP_SHARED | _POPULATE, prot=mmap.PROT_READ, offset=first)
     except ValueError as error:  # the end is behind the file's
-        raise CheckpointError("a file became shorter while it was read") from error
+        raise CheckpointError(
+            "a file became shorter while it was read",
+            why="something else writes to it",
+            fix="Try again when that is done",
+        ) from error
     return np.frombuffer(pages, np.uint8)[start - first :]
 
 

@@ -47,7 +47,8 @@ def _fetch(name: str) -> Path:
             snapshot_download(name, allow_patterns=list(_PICKLES))
     except Exception as error:  # which one it is depends on the client's version and its transport
         raise CheckpointError(
-            f"'{name}' is neither a file or folder here, nor could it be fetched from the Hugging Face Hub",
+            "this is neither a file or folder here, nor could it be fetched from the Hugging Face Hub",
+            where=name,
             why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
             fix="Check the spelling, the network (HF_HUB_OFFLINE must not be set), and for a private or gated "
             "model the login: `hf auth login`",

@@ -130,7 +130,7 @@ def _read_index(index: Path, on_fault: OnFault) -> dict[str, str]:
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or not shard:
             what = f"the index maps tensor '{tensor}' to {shard!r}, not to a file"
-            on_fault(CheckpointError(what, where=str(index), tensor=tensor))
+            on_fault(CheckpointError(what, where=str(index), tensor=tensor, fix="Download the index again"))
             continue
         paths = (PurePosixPath(shard), PureWindowsPath(shard))
         if any(path.anchor or ".." in path.parts for path in paths):

@@ -198,7 +198,9 @@ def write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: int, 
                 continue
             if tensor.shape[axis] % ranks:
                 raise CheckpointError(
-                    f"'{name}' of shape {list(tensor.shape)} cannot be cut for {ranks} ranks", where=str(folder)
+                    f"'{name}' of shape {list(tensor.shape)} cannot be cut for {ranks} ranks",
+                    where=str(folder),
+                    fix="Choose a number of ranks that divides it",
                 )
             parts[name] = tensor.chunk(ranks, dim=axis)[rank].clone()
         file = folder / f"consolidated.{rank:02}.pth"

@@ -177,7 +177,9 @@ class SafetensorsFile:
     def _layout(self, name: str, entry: dict[str, Any]) -> Layout:
         code, shape = entry["dtype"], entry["shape"]
         if code not in _NAMES:
-            raise CheckpointError(f"tensor '{name}' has the unknown dtype {code}", where=str(self.path), tensor=name)
+            known = f"known are {', '.join(_NAMES)}"
+            what = f"tensor '{name}' has the unknown dtype {code}"
+            raise CheckpointError(what, where=str(self.path), tensor=name, why=known)
         if not all(type(size) is int and size >= 0 for size in shape):
             raise self._damaged(f"Its shape is {shape}", name)
         return tuple(shape), _NAMES[code]

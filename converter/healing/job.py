@@ -73,7 +73,9 @@ def open_job(
     check_exportable(student)
     if not settings.minimised:
         weights = ", ".join(f"heal.{name}" for name in settings.losses)
-        raise ConverterError(f"the weights of all losses are 0, which leaves nothing to learn from ({weights})")
+        raise ConverterError(
+            "the weights of all losses are 0, which leaves nothing to learn from", fix=f"Set one of {weights} above 0"
+        )
     source = None if teacher is None else _open_teacher(student, teacher)
     if source is None and (settings.stage_one > 0 or any(loss.asks_teacher for loss in settings.minimised)):
         raise ConverterError(
@@ -85,7 +87,9 @@ def open_job(
     if student.spec.rope is not None:
         theta = settings.rope_theta or student.spec.rope.theta
     elif settings.rope_theta:
-        raise UnsupportedError("the converted model has no rotary positions", where="heal.rope_theta")
+        raise UnsupportedError(
+            "the converted model has no rotary positions", where="heal.rope_theta", fix="Leave the theta out"
+        )
     stored = {info.dtype for info in student.checkpoint.tensors.values()}
     kept: DtypeName = next((name for name in get_args(DtypeName) if stored == {name}), "float32")
     return Job(

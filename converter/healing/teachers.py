@@ -24,7 +24,11 @@ def place_teacher(
     if where != "whole":
         layers = layers_of(model)
         if where == "sharded" and accelerator.num_processes == 1:
-            raise ConverterError("one process has nobody to share the teacher with", where="heal.teacher=sharded")
+            raise ConverterError(
+                "one process has nobody to share the teacher with",
+                where="heal.teacher=sharded",
+                fix="Choose whole or offloaded, or launch several processes",
+            )
         for layer in layers:
             if where == "sharded":
                 fully_shard(layer)

@@ -94,7 +94,7 @@ def evaluate(
     texts = listed(text)
     contexts = [context] if isinstance(context, int) else sorted(set(context))
     if not compared:
-        raise ConverterError("there is no checkpoint to evaluate")
+        raise ConverterError("there is no checkpoint to evaluate", fix="Name one or more")
     counts = (("stride", stride, 1), ("max_tokens", max_tokens, 2), *(("context", each, 2) for each in contexts))
     for name, value, least in counts:
         if value is not None and value < least:

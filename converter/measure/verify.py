@@ -59,7 +59,9 @@ def verify(
     models = (first.model, second.model)
     longest = min((model.longest for model in models if model.longest is not None), default=context)
     if context > longest:
-        raise ConverterError(f"the models see {longest} tokens at most", where=f"--context {context}")
+        raise ConverterError(
+            f"the models see {longest} tokens at most", where=f"--context {context}", fix=f"Choose {longest} or less"
+        )
     made_for = (model.context for model in models if model.context is not None)
     length = context or min([LONGEST_WINDOW, *made_for])
     return compare(*models, windows(documents, length, tokens, end_of_text=read_in.end_of_text))

@@ -55,7 +55,9 @@ def yardstick(source: SourceModel, text: Windows, device: str = "cpu") -> tuple[
     """
     spec = source.spec
     if not spec.absolute_positions:
-        raise UnsupportedError("a model with rotary positions does not change when all of them are shifted")
+        raise UnsupportedError(
+            "a model with rotary positions has no such yardstick", why="it does not change when all of them are shifted"
+        )
     shifts = [shift for shift in SHIFTS if shift <= spec.context // 4]
     length = min(text.ids.shape[1], spec.context - max(shifts, default=0))
     rows = max(1, _TOKENS // length)

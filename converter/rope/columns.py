@@ -66,7 +66,12 @@ def _read(source: SourceModel, info: TensorInfo, columns: slice, places: Places 
         tensor = source.checkpoint.read(info.name)
         chosen = tensor.reshape(info.shape[0], -1)[:, columns].float().numpy()
     if not np.isfinite(chosen).all():
-        raise CheckpointError(f"tensor '{info.name}' contains NaN or Inf", where=str(info.file), tensor=info.name)
+        raise CheckpointError(
+            f"tensor '{info.name}' contains NaN or Inf",
+            where=str(info.file),
+            tensor=info.name,
+            fix="Take a checkpoint from before training diverged",
+        )
     return chosen
 
 

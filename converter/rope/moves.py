@@ -88,7 +88,9 @@ def plan_moves(source: SourceModel, to: RopeLayout) -> list[Move]:
             )
         moves.append(Move(info.name, info.file, start, info.nbytes // info.shape[0], order))
     if not moves:
-        raise UnsupportedError("no layer rotates, so there is nothing to swap", where=source.where)
+        raise UnsupportedError(
+            "there is nothing to swap", where=source.where, why="no layer of the model rotates q and k"
+        )
     return moves
 
 

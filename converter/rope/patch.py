@@ -114,13 +114,15 @@ def _check_writable(moves: list[Move]) -> None:
 def _locked(folder: Path) -> Iterator[None]:
     """One swap at a time; the lock goes with the process."""
     if not folder.is_dir():
-        raise CheckpointError("there is no such folder", where=str(folder))
+        raise CheckpointError("there is no such folder", where=str(folder), fix="Check the spelling")
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConverterError("another swap is at work here", where=str(folder)) from None
+            raise ConverterError(
+                "another swap is at work here", where=str(folder), fix="Try again when it has ended"
+            ) from None
         yield
     finally:
         os.close(handle)

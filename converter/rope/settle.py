@@ -54,7 +54,9 @@ def swapped_record(source: SourceModel, settlement: Settlement, to: RopeLayout, 
 def declared_voices(source: SourceModel, to: RopeLayout | None, claimed: RopeLayout | None) -> dict[str, str]:
     """The voices that need no weights. Raises where the stamp alone ends the matter."""
     if source.spec.rope is None:
-        raise UnsupportedError(f"a {source.family.name} has no RoPE, so there is nothing to swap", where=source.where)
+        raise UnsupportedError(
+            "there is nothing to swap", where=source.where, why=f"a {source.family.name} has no RoPE"
+        )
     assert source.declared_layout is not None
     stamp = source.stamp
     voices = {"--from": claimed.value} if claimed else {}

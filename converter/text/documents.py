@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from converter.errors import ConverterError
+from converter.errors import ConverterError, at
 from converter.text import streams
 from converter.text.sources import IdRows, IdStream, Lines, PlainText, Raw, Rows, Source, Text, expand, texts_of
 from converter.text.tokens import Ids, ModelTokens, encode
@@ -191,7 +191,8 @@ def _batch(
     raws: Sequence[tuple[int, int, Raw]], sources: Sequence[Source], tokens: ModelTokens
 ) -> Iterator[tuple[int, Document, bool, int]]:
     texts = [_sound(raw.content) for _, _, raw in raws if isinstance(raw.content, str)]
-    encoded = iter(encode(texts, tokens.reader("text")) if texts else [])
+    with at(", ".join(sorted({sources[number].name for number, _, _ in raws}))):
+        encoded = iter(encode(texts, tokens.reader("text")) if texts else [])
     for number, slot, raw in raws:
         ids = next(encoded) if isinstance(raw.content, str) else raw.content
         tokens.check(ids, sources[number].name)

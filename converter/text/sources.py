@@ -398,7 +398,7 @@ def _below(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         what = "It is no file: a pipe or a device" if path.exists() else "There is no such file or folder"
-        raise ConverterError(what, where=str(path))
+        raise ConverterError(what, where=str(path), fix="Name a file or a folder of texts")
     files = list(_files(path))
     if not files:
         raise ConverterError("The folder holds no files", where=str(path), why="Hidden ones are left out")

@@ -99,11 +99,25 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[Ids
     backend.no_truncation()
     backend.no_padding()
     found: list[list[Ids]] = [[] for _ in texts]
-    for batch in _batches((number, piece) for number, text in enumerate(texts) for piece in _pieces(text, backend)):
-        encodings = backend.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
-        for (number, _), encoding in zip(batch, encodings, strict=True):
-            found[number].append(np.array(encoding.ids, dtype=np.int64))
+    try:
+        for batch in _batches((number, piece) for number, text in enumerate(texts) for piece in _pieces(text, backend)):
+            encodings = backend.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
+            for (number, _), encoding in zip(batch, encodings, strict=True):
+                found[number].append(np.array(encoding.ids, dtype=np.int64))
+    except Exception as error:  # `tokenizers` raises bare Exception
+        raise _without_id(texts, backend, error) from error
     return [np.concatenate(pieces) for pieces in found]
+
+
+def _without_id(texts: Sequence[str], backend: Any, error: Exception) -> ConverterError:
+    """The error of a text that a tokenizer has no ids for: one of characters lacks some and has no unknown token."""
+    lacking = sorted(set("".join(texts)) - backend.get_vocab().keys())
+    characters = lacking and all(len(token) == 1 for token in backend.get_vocab())
+    return ConverterError(
+        "the tokenizer cannot read the text",
+        why=f"it has no {', '.join(map(repr, lacking[:8]))}" if characters else f"{type(error).__name__}: {error}",
+        fix="Give a text like the one that the model was trained on, or token ids as .npy or .bin",
+    )
 
 
 def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
