@@ -16,6 +16,7 @@ from converter.conversion.run import convert
 from converter.families.opened import SourceModel
 from converter.rope.by_loss import detect_by_loss, text_windows
 from converter.rope.detect import detect_layers, detect_source, query_key_layers
+from converter.rope.swap import swap
 from converter.spec import RopeLayout
 from converter.text.stdlib import held_out_documents
 
@@ -52,6 +53,20 @@ def test_to_hugging_face_equals_transformers_own_loading(file: Path, text: Path,
     with torch.no_grad():
         difference = (ours(ids).logits - theirs(ids).logits).abs().max()
     assert float(difference) <= 1e-3
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_rounding_of_thirty_layers_is_no_fault_of_the_swap(file: Path, threads: int, tmp_path: Path):
+    """Here fp32 alone moves logits by 2e-5 of the largest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        report = convert(file, tmp_path / "hf", recipe="gguf-to-hf")
+        swap(file, tmp_path / "swapped", to=RopeLayout.HALF_SPLIT)
+    finally:
+        torch.set_num_threads(before)
+    assert all(step.passed for step in report.steps)
+    assert SourceModel.open(tmp_path / "swapped").stamp is RopeLayout.HALF_SPLIT
 
 
 def test_rows_read_without_the_swap_are_seen_in_the_weights_and_by_the_loss(file: Path, text: Path):

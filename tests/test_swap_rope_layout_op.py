@@ -10,12 +10,15 @@ import torch
 from models import Converted, gpt2, random_ids, relative, save
 from test_rope_families import GPTJ, LLAMA_LIKE, NEOX, make
 
+from converter.blocks import Block
 from converter.conversion.recipe import parse_recipe
-from converter.errors import UnsupportedError
+from converter.conversion.run import convert
+from converter.errors import UnsupportedError, VerificationError
 from converter.families.opened import SourceModel
 from converter.ops.learned_positions_to_rope import LearnedPositionsToRope
 from converter.ops.swap_rope_layout import SwapRopeLayout
 from converter.ops.untie_head import UntieHead
+from converter.rope.swap import swap
 from converter.spec import RopeLayout
 
 MODELS = {
@@ -75,3 +78,42 @@ def test_a_model_without_rope_is_refused_and_recipes_know_the_op(tmp_path: Path)
         SwapRopeLayout().change(source.spec)
     text = "name: r\ntarget: llama\nsteps:\n  - swap_rope_layout: {to: interleaved}\n"
     assert parse_recipe(text, "r").steps == (SwapRopeLayout(to="interleaved"),)
+
+
+class TestGate:
+    """A model in which fp32's rounding moves logits by more than the gate allows: sharp attention over many layers."""
+
+    @pytest.fixture
+    def noisy(self, tmp_path: Path) -> Path:
+        model = make("Llama", LLAMA_LIKE | {"num_hidden_layers": 12})
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.data *= 2
+        save(model, tmp_path / "model")
+        swap(tmp_path / "model", tmp_path / "interleaved", to=RopeLayout.INTERLEAVED)
+        return tmp_path / "interleaved"
+
+    def test_rounding_is_told_from_the_op_in_fp64(self, noisy: Path, tmp_path: Path):
+        report = convert(noisy, tmp_path / "out", recipe="llama-to-llama")
+        (step,) = (step for step in report.steps if step.name == "swap_rope_layout")
+        assert (step.measured_in, step.passed) == ("fp64", True)
+        assert step.relative_change is not None
+        assert step.relative_change < 1e-9
+
+    @pytest.mark.parametrize("heads", [1, 8])
+    def test_rows_of_one_head_that_stay_fail(self, heads: int, noisy: Path, tmp_path: Path, monkeypatch):
+        right = SwapRopeLayout.apply
+
+        def wrong(self, block, spec, notes, calibration):
+            moved = right(self, block, spec, notes, calibration)
+            if str(notes.ref) == "layers.11":
+                rows = heads * spec.head_dim
+                weight = moved["q.weight"].clone()
+                weight[:rows] = block["q.weight"][:rows]
+                moved = Block({**moved, "q.weight": weight})
+            return moved
+
+        monkeypatch.setattr(SwapRopeLayout, "apply", wrong)
+        with pytest.raises(VerificationError, match="exact op 'swap_rope_layout' changed the function"):
+            convert(noisy, tmp_path / "out", recipe="llama-to-llama")
+        assert not (tmp_path / "out").exists()

@@ -18,7 +18,7 @@ from converter.blocks import blocks
 from converter.conversion.plan import Plan
 from converter.conversion.report import EXACT_TOLERANCE, ConversionReport, verification_from
 from converter.conversion.streamed import compare_streamed, fits
-from converter.conversion.walk import Findings
+from converter.conversion.walk import Findings, Walk, spread
 from converter.errors import VerificationError
 from converter.families.opened import SourceModel
 from converter.families.rotating import source_digests
@@ -60,15 +60,44 @@ class Written:
 
 def hold_exact_ops(run: Written) -> None:
     """Raise VerificationError where an exact op changed the function; what passes is kept, whatever comes."""
+    if not run.report.passed:
+        run.report = _without_rounding(run)
     if run.report.passed:
         run.output.keep()
         return
     step = next(step for step in run.report.steps if not step.passed)
     raise VerificationError(
         f"exact op '{step.name}' changed the function: logits moved by {step.relative_change:.2e} of the largest",
-        why=f"an exact op may move them by {EXACT_TOLERANCE:.0e}. Nothing was written",
+        why=f"an exact op may move them by {EXACT_TOLERANCE:.0e}, {step.measured_in} measured. Nothing was written",
         fix="This is a defect of the op, or weights of extreme size; please report it with the output of inspect",
     )
+
+
+#: Tokens of the second look, and what rounding in fp32 never makes: SmolLM2-135M, 30 layers of quantised weights, is
+#: at 2.1e-5 of the largest logit when the rows of q and k change places.
+_SECOND_LOOK, _LARGEST_ROUNDING = 1024, 1e-3
+
+
+def _without_rounding(run: Written) -> ConversionReport:
+    """The report with the changes of the exact ops that failed measured again, in fp64.
+
+    In fp32 a deep model differs from itself when its sums are only taken in another order. In fp64 what an op does
+    to the function is left. A change that rounding cannot make stays as it was measured.
+    """
+    report, texts = run.report, run.texts
+    again = [not step.passed and (step.relative_change or 0) <= _LARGEST_ROUNDING for step in report.steps]
+    if texts is None or not any(again):
+        return report
+    run.progress.say("An exact op moved logits by more than rounding usually does: measuring again in fp64.")
+    windows = spread(texts.evaluation, _SECOND_LOOK)
+    walk = Walk(run.plan, texts.calibration, windows, device=run.device, dtype=torch.float64)
+    for _ in walk:
+        pass
+    steps = (
+        dataclasses.replace(step, relative_change=change, measured_in="fp64") if chosen else step
+        for step, change, chosen in zip(report.steps, walk.findings.changes, again, strict=True)
+    )
+    return dataclasses.replace(report, steps=tuple(steps))
 
 
 def write_metadata(run: Written) -> None:

@@ -18,7 +18,7 @@ from converter.reference import flops_per_token
 from converter.spec import ModelSpec
 from converter.text.gather import Texts
 
-#: Largest relative logit difference that an exact op may make, in fp32.
+#: Largest relative logit difference that an exact op may make.
 EXACT_TOLERANCE = 1e-5
 
 
@@ -42,6 +42,8 @@ class StepReport:
     comparison: Comparison | None = None
     #: Largest logit difference to the model before this op, over the largest logit.
     relative_change: float | None = None
+    #: The precision in which that was measured: fp64 where it was too much in fp32.
+    measured_in: str = "fp32"
 
     @property
     def passed(self) -> bool:

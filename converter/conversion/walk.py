@@ -100,7 +100,7 @@ class Walk:
         self._evaluation = Streams(evaluation, prefixes, dtype, self.device) if evaluation is not None else None
         self._calibration: dict[str, Streams] = {}
         if calibration is not None:
-            texts = {"calibration": calibration, "glance": _spread(calibration, GLANCE)}
+            texts = {"calibration": calibration, "glance": spread(calibration, GLANCE)}
             for kind, calibrated in calibrated_prefixes(plan).items():
                 self._calibration[kind] = Streams(texts[kind], calibrated, dtype, self.device)
 
@@ -255,7 +255,7 @@ def calibrated_prefixes(plan: Plan) -> dict[str, list[int]]:
     return kinds
 
 
-def _spread(windows: Windows, tokens: int) -> Windows:
+def spread(windows: Windows, tokens: int) -> Windows:
     """At most this many tokens, in windows spread evenly over all."""
     count, length = windows.ids.shape
     chosen = np.arange(few := max(1, min(count, tokens // length))) * count // few
