@@ -372,6 +372,76 @@ def test_a_raised_theta_and_a_longer_context_are_in_both_schemas_of_the_config(r
     assert theta_of(load_plain(report.target)) == 5e5
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 18}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LONG |= {"original_max_position_embeddings": 32}
+
+
+def scaled(folder, scaling):
+    """A LLaMA of 72 positions whose config has this scaling in the new schema alone."""
+    model = models.llama(rope_parameters={"rope_theta": 1e4, **scaling})
+    return models.save(model, folder, rope_theta=None, rope_scaling=None)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "override", "message"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "heal.context=100", "a context of 100 .* of rope_type dynamic"),
+        (LONG, "heal.context=100", "a context of 100 .* of rope_type longrope"),
+        (YARN, "heal.context=100", "YaRN has factor 4.0 and .* max_position_embeddings is 100"),
+        *((kind, "heal.rope_theta=1e6", "scaled already .*theta 10000") for kind in (LINEAR, LLAMA3, YARN)),
+        ({}, "heal.rope_theta=.nan", "rope_theta is nan, and a number must be finite"),
+        ({}, "heal.rope_theta=.inf", "a number must be finite"),
+        ({}, "heal.rope_theta=0.5", "rope_theta must be more than 1"),
+    ],
+)
+def test_a_rotation_that_would_not_be_the_trained_one_is_refused(run, tmp_path, scaling, override, message):
+    student = scaled(tmp_path / "scaled", scaling)
+    with pytest.raises(ConverterError, match=message):
+        run("never", override, converted=student)
+    assert not list(tmp_path.glob("*never*"))
+
+
+@pytest.mark.parametrize("scaling", [LINEAR, LLAMA3, LONG | {"factor": 2.0}])
+def test_a_longer_context_is_trained_written_and_compared_with_one_rotation(run, tmp_path, scaling):
+    report = run("long", "heal.context=100", converted=scaled(tmp_path / "scaled", scaling))
+    config = json.loads((report.target / "config.json").read_text())
+    assert config["max_position_embeddings"] == 100
+    assert config["rope_scaling"] == scaling
+    assert config["rope_parameters"] == {**scaling, "rope_theta": 1e4}
+    assert config["rope_theta"] == 1e4
+
+
+def test_learned_positions_have_no_more_than_their_table(run, teacher, tmp_path):
+    with pytest.raises(UnsupportedError, match="a gpt2 has a vector for each of 72 positions"):
+        run("never", "heal.context=100", converted=teacher)
+    report = run("shorter", "heal.context=32", "heal.tokens=320", converted=teacher)
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (teacher, report.target))
+    assert after["n_positions"] == before["n_positions"] == 72
+    assert "max_position_embeddings" not in after
+
+
+def test_a_pad_token_of_the_text_learns_like_any_other(run, tmp_path):
+    """eos opens every document, and most fine-tunes pad with it: transformers gives such a row no gradient."""
+    ids = {"bos_token_id": None, "eos_token_id": 3, "pad_token_id": 3}
+    model = models.llama()
+    student = models.save(model, tmp_path / "padded", **ids)
+    (student / "generation_config.json").write_text(json.dumps(ids | {"eos_token_id": [3, 5, 7]}))
+    report = run("out", converted=student)
+    row = "model.embed_tokens.weight"
+    moved = (weights(report.target)[row] - weights(student)[row]).abs().amax(1)
+    assert moved[3] > 0.1 * moved.median()
+    config, generation = (
+        json.loads((report.target / name).read_text()) for name in ("config.json", "generation_config.json")
+    )
+    assert (config["eos_token_id"], config["pad_token_id"]) == (3, None)
+    assert (generation["eos_token_id"], generation["pad_token_id"]) == ([3, 5, 7], 3)
+    assert load_plain(report.target).get_input_embeddings().padding_idx is None
+
+
 def test_theta_rises_in_even_steps_of_its_logarithm():
     thetas = [ramp(1e4, 1e6, step, 3) for step in range(5)]
     assert thetas == pytest.approx([1e4 * 10**0.5, 1e5, 1e4 * 10**1.5, 1e6, 1e6])

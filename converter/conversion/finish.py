@@ -20,12 +20,12 @@ from converter.conversion.report import EXACT_TOLERANCE, ConversionReport, verif
 from converter.conversion.streamed import compare_streamed, fits
 from converter.conversion.walk import Findings, Walk, spread
 from converter.errors import VerificationError
+from converter.families.companions import write_companions
 from converter.families.opened import SourceModel
 from converter.families.rotating import source_digests
 from converter.files.json_text import write_json
 from converter.files.output import OutputFolder
 from converter.files.record import save_record
-from converter.files.tokenizer import load_tokenizer, same_ids, write_tokenizer
 from converter.measure.metrics import Comparison
 from converter.measure.models import TransformersModel, load, load_written, tokens_per_second
 from converter.measure.verify import compare
@@ -103,16 +103,8 @@ def _without_rounding(run: Written) -> ConversionReport:
 def write_metadata(run: Written) -> None:
     """Config, tokenizer, generation config and recipe."""
     plan, folder = run.plan, run.output.partial
-    ids = plan.source.token_ids()
     write_json(run.weights / "config.json", plan.config())
-    inherited = plan.source.checkpoint.generation_config or {}
-    kept = {key: value for key, value in inherited.items() if not key.startswith(("_", "transformers_version"))}
-    write_json(folder / "generation_config.json", {**kept, **ids})
-    if write_tokenizer(plan.source.checkpoint.path, folder):
-        before, after = load_tokenizer(plan.source.checkpoint.path), load_tokenizer(folder)
-        assert before is not None
-        assert after is not None
-        same_ids(before, after)
+    write_companions(plan.source, folder)
     (folder / "recipe.yaml").write_text(plan.recipe.to_yaml(), encoding="utf-8")
 
 

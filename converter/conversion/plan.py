@@ -20,6 +20,7 @@ from converter.blocks import HEAD, Block, BlockRef, Dropped, block_shapes, block
 from converter.conversion.recipe import Recipe
 from converter.errors import ConverterError, RecipeError, UnsupportedError, did_you_mean, paragraph
 from converter.families import TargetFamily, families
+from converter.families.companions import with_ids
 from converter.families.config import ConfigReader
 from converter.families.opened import SourceModel
 from converter.files.json_text import to_json
@@ -91,8 +92,7 @@ class Plan:
 
     def config(self) -> dict[str, Any]:
         """The result's `config.json`."""
-        stored = {"dtype": self.dtype, "torch_dtype": self.dtype, "use_cache": True}
-        return self.target.write_config(self.target_spec) | self.source.token_ids() | stored
+        return with_ids(self.source, self.target.write_config(self.target_spec), self.dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """A dry run, for JSON."""

@@ -120,6 +120,10 @@ class Family(ABC):
             return None
         return "gpt2-to-llama" if spec.pre_norm else "postln-to-llama"
 
+    def rope_config(self, spec: ModelSpec) -> dict[str, Any]:
+        """The fields of a config that state RoPE; none where the family has none for it."""
+        return {}
+
     def remarks(self, config: Mapping[str, Any], tokens: int | None) -> list[str]:
         """What a user should know about a checkpoint of this config, whose tokenizer has so many tokens."""
         return []

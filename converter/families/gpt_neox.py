@@ -12,7 +12,7 @@ from converter.families.buffers import causal_mask, fill_value, frequencies
 from converter.families.config import ConfigReader
 from converter.families.fields import CLASSIFIERS, TRAINING
 from converter.families.mapping import FusedLayout
-from converter.families.rope_config import read_rope
+from converter.families.rope_config import read_rope, rope_fields
 from converter.spec import ModelSpec, Norm, Positions
 
 #: Theta and the rotary part of a head, under transformers' names and this family's own.
@@ -80,6 +80,12 @@ class GPTNeoX(Family):
             rope=read_rope(config, spec.head_dim, self.layout, **_ROPE_NAMES),
             parallel_residual=config.read("use_parallel_residual", bool, True),
         )
+
+    def rope_config(self, spec: ModelSpec) -> dict[str, Any]:
+        assert spec.rope is not None
+        fields, part = rope_fields(spec.rope), spec.rope.rotary_dim / spec.head_dim
+        fields["rope_parameters"] |= {"partial_rotary_factor": part}
+        return {"rotary_emb_base": fields.pop("rope_theta"), "rotary_pct": part, **fields}
 
     def bare_name(self, name: str) -> str:
         """transformers 5 calls the head lm_head where the files say embed_out."""

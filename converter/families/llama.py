@@ -11,7 +11,7 @@ from converter.families.config import ConfigReader
 from converter.families.fields import TRAINING, activation_name
 from converter.families.holding import ANY_DECODER, refuse
 from converter.families.mapping import Drop
-from converter.families.rope_config import read_rope
+from converter.families.rope_config import read_rope, rope_fields
 from converter.spec import ModelSpec, Norm, Positions
 
 ATTENTION = frozenset({"q", "k", "v", "o"})
@@ -98,8 +98,6 @@ class Llama(TargetFamily):
         return accepted
 
     def write_config(self, spec: ModelSpec) -> dict[str, Any]:
-        assert spec.rope is not None
-        scaling = dict(spec.rope.scaling or {})
         stated = self.stated(spec) | {"hidden_act": activation_name(spec.activation)}
         last = {key: stated.pop(key) for key in ("hidden_act", "max_position_embeddings", "rms_norm_eps")}
         return {
@@ -110,11 +108,12 @@ class Llama(TargetFamily):
             **last,
             "attention_dropout": 0.0,
             "tie_word_embeddings": spec.tied_head,
-            # Both schemas: transformers 5 reads the last, older readers the first two.
-            "rope_theta": spec.rope.theta,
-            "rope_scaling": scaling or None,
-            "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": spec.rope.theta},
+            **self.rope_config(spec),
         }
+
+    def rope_config(self, spec: ModelSpec) -> dict[str, Any]:
+        assert spec.rope is not None
+        return rope_fields(spec.rope)
 
     def write_own(self, spec: ModelSpec) -> dict[str, Any]:
         """The inverse of `read_own`."""

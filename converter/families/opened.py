@@ -142,13 +142,14 @@ class SourceModel:
         ids = {}
         for key in TOKEN_IDS:
             default = generation.get(key, self.family.default_token_ids.get(key))
-            value = self.checkpoint.config.get(key, default)
-            listed = [token for token in (value if isinstance(value, list) else [value]) if self._has_embedding(token)]
-            ids[key] = (listed or None) if isinstance(value, list) else next(iter(listed), None)
+            ids[key] = self.embedded(self.checkpoint.config.get(key, default))
         return ids
 
-    def _has_embedding(self, token: object) -> bool:
-        return isinstance(token, int) and 0 <= token < self.spec.vocab_size
+    def embedded(self, value: object) -> int | list[int] | None:
+        """An id, or those of a list, that have an embedding; None where none has."""
+        tokens = value if isinstance(value, list) else [value]
+        kept = [token for token in tokens if isinstance(token, int) and 0 <= token < self.spec.vocab_size]
+        return (kept or None) if isinstance(value, list) else next(iter(kept), None)
 
     def _account_for_token_ids(self) -> None:
         for key, kept in self.token_ids().items():

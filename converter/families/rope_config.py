@@ -91,6 +91,16 @@ def read_rope(
     return RopeSpec(10000.0 if theta is None else theta[1], int(width), layout, read[1] or read[0])
 
 
+def rope_fields(rope: RopeSpec) -> dict[str, Any]:
+    """RoPE in both schemas, as configs are written: transformers 5 reads the last field, older readers the others."""
+    scaling = dict(rope.scaling or {})
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling or None,
+        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": rope.theta},
+    }
+
+
 def _one_of(config: ConfigReader, names: tuple[str, ...]) -> tuple[str, float] | None:
     """The field among `names` that the config states, with its value."""
     stated = [(name, value) for name in names if (value := config.optional(name, float)) is not None]

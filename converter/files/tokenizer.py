@@ -366,10 +366,10 @@ def _tokenizer_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """The `tokenizer_config.json` that keeps `tokenizer` what it is, in transformers 4.57 and 5.
 
     `add_prefix_space` must be said: 4.57 takes its absence for false and changes tokenizer.json's
-    pre-tokenizer. So must `model_input_names`: 4.57's plain class adds token_type_ids, which a LLaMA does
-    not take. `additional_special_tokens` is the name that both know. The flags of added tokens are in
-    tokenizer.json, where both look. `add_bos_token` and `add_eos_token` say, for readers other than
-    transformers, what tokenizer.json's post-processor does.
+    pre-tokenizer. So must `model_input_names`, whatever the source's files list: 4.57's plain class adds
+    token_type_ids, which a LLaMA does not take. `additional_special_tokens` is the name that both know. The
+    flags of added tokens are in tokenizer.json, where both look. `add_bos_token` and `add_eos_token` say, for
+    readers other than transformers, what tokenizer.json's post-processor does.
     """
     named = {name: token for name in _NAMED_TOKENS if (token := getattr(tokenizer, name)) is not None}
     extra = [token for token in tokenizer.all_special_tokens if token not in named.values()]

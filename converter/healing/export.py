@@ -11,10 +11,10 @@ from torch import Tensor
 
 from converter.conversion.plan import DtypeName
 from converter.errors import CheckpointError, UnsupportedError
+from converter.families.companions import generation_config, with_ids, write_companions
 from converter.families.opened import SourceModel
 from converter.files.json_text import write_json
 from converter.files.safetensors import Layout
-from converter.files.tokenizer import load_tokenizer, same_ids, write_tokenizer
 from converter.files.writer import METADATA, CheckpointWriter
 
 
@@ -29,18 +29,12 @@ def check_exportable(source: SourceModel) -> None:
         )
 
 
-def check_generation_config(source: SourceModel) -> dict[str, Any]:
-    """The generation config that goes with the export, found sound before hours are spent.
-
-    Raises CheckpointError where transformers would refuse to save it.
-    """
+def check_generation_config(source: SourceModel) -> None:
+    """Raise CheckpointError where transformers would refuse to save the generation config beside the export."""
     from transformers import GenerationConfig
 
-    content = dict(source.checkpoint.generation_config or {})
-    content.pop("transformers_version", None)
-    content |= source.token_ids()
     try:
-        GenerationConfig(**content).validate(strict=True)
+        GenerationConfig(**generation_config(source)).validate(strict=True)
     except (ValueError, TypeError) as error:
         raise CheckpointError(
             "the generation config is not sound",
@@ -48,7 +42,6 @@ def check_generation_config(source: SourceModel) -> dict[str, Any]:
             why=" ".join(str(error).split()),
             fix="Correct the file: transformers would refuse to save it beside the healed model",
         ) from error
-    return content
 
 
 def layout_of(source: SourceModel, dtype: DtypeName) -> dict[str, Layout]:
@@ -81,34 +74,14 @@ def write_metadata(
     source: SourceModel,
     folder: Path,
     dtype: DtypeName,
-    generation_config: Mapping[str, Any],
-    changes: Mapping[str, Any],
+    config: Mapping[str, Any],
 ) -> None:
-    """Config, generation config, tokenizer and recipe of the converted checkpoint, with what healing changed."""
-    config = dict(source.checkpoint.config) | dict(changes) | {"dtype": dtype, "torch_dtype": dtype}
-    write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", generation_config)
+    """What stands beside the weights, and the recipe; `config` is the converted checkpoint's as healing changes it."""
+    write_json(folder / "config.json", with_ids(source, config, dtype))
+    write_companions(source, folder)
     path = source.checkpoint.path
-    if write_tokenizer(path, folder):
-        before, after = load_tokenizer(path), load_tokenizer(folder)
-        assert before is not None
-        assert after is not None
-        same_ids(before, after)
     if (path / "recipe.yaml").is_file():
         (folder / "recipe.yaml").write_bytes((path / "recipe.yaml").read_bytes())
-
-
-def config_changes(source: SourceModel, theta: float | None, context: int) -> dict[str, Any]:
-    """What a raised theta and a longer context change in `config.json`, in both schemas of rotary parameters."""
-    config = source.checkpoint.config
-    changes: dict[str, Any] = {}
-    rope = source.spec.rope
-    if rope is not None and theta is not None and theta != rope.theta:
-        parameters = config.get("rope_parameters") or {"rope_type": "default", **(config.get("rope_scaling") or {})}
-        changes |= {"rope_theta": theta, "rope_parameters": {**parameters, "rope_theta": theta}}
-    if context > source.spec.context:
-        changes["max_position_embeddings"] = context
-    return changes
 
 
 def check_export(folder: Path, source: SourceModel, layout: Mapping[str, Layout]) -> SourceModel:

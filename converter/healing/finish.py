@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from converter.files.output import OutputFolder
 from converter.healing import report as records
 from converter.healing.controls import Start, run_controls
-from converter.healing.export import check_export, config_changes, export_weights, layout_of
+from converter.healing.export import check_export, export_weights, layout_of
 from converter.healing.export import write_metadata as write_files
 from converter.healing.job import Job
 from converter.healing.launch import first
@@ -72,8 +72,7 @@ def train_controls(run: Trained) -> None:
 def write_metadata(run: Trained) -> None:
     """Config, generation config, tokenizer and recipe."""
     job = run.job
-    changes = config_changes(job.converted, job.theta, job.context)
-    write_files(job.converted, run.output.partial, job.dtype, job.generation_config, changes)
+    write_files(job.converted, run.output.partial, job.dtype, job.config)
 
 
 def check_files(run: Trained) -> None:
@@ -96,8 +95,7 @@ def _compare(run: Trained) -> dict[str, Any]:
     job, source = run.job, run.job.source
     assert source is not None
     written = check_export(run.output.partial, job.converted, layout_of(job.converted, job.dtype))
-    context = min(job.context, source.spec.context, job.converted.spec.context)
-    measured = run.texts.windows(context, job.settings.evaluation_tokens)
+    measured = run.texts.windows(job.compared_context, job.settings.evaluation_tokens)
     device = str(run.accelerator.device)
     teacher, others = load(source).to(device), {"before": job.converted, "after": written}
     return {name: compare(teacher, load(each).to(device), measured).to_dict() for name, each in others.items()}

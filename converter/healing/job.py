@@ -15,6 +15,7 @@ from converter.errors import ConverterError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.files.writer import parse_size
 from converter.healing.export import check_exportable, check_generation_config
+from converter.healing.positions import healed_config
 from converter.measure.vocabulary import Vocabulary, common_ids
 from converter.text.gather import HealTexts
 
@@ -27,7 +28,8 @@ class Job:
     converted: SourceModel
     #: What it was converted from; None where nothing is learnt from it or measured against it.
     source: SourceModel | None
-    generation_config: dict[str, Any]
+    #: What config.json will say of the model itself.
+    config: dict[str, Any]
     #: Tokens of a sequence.
     context: int
     #: The rotary base that the run ends with; None for a model without one.
@@ -41,6 +43,13 @@ class Job:
         if self.source is None or self.source.spec.vocab_size > self.converted.spec.vocab_size:
             return self.converted
         return self.source
+
+    @property
+    def compared_context(self) -> int:
+        """The length of the closing comparison: that of the training, where the source has so many positions."""
+        if self.source is None or not self.source.spec.absolute_positions:
+            return self.context
+        return min(self.context, self.source.spec.context)
 
     def fingerprint(self, texts: HealTexts) -> dict[str, Any]:
         """What makes two runs the same. How many processes and micro-batches share a step changes nothing."""
@@ -83,7 +92,8 @@ def open_job(
         )
     if source is not None and settings.stage_one > 0:
         _check_layers(student, source)
-    theta = None
+    check_generation_config(student)
+    context, theta = settings.context or student.spec.context, None
     if student.spec.rope is not None:
         theta = settings.rope_theta or student.spec.rope.theta
     elif settings.rope_theta:
@@ -96,8 +106,8 @@ def open_job(
         settings,
         student,
         source,
-        check_generation_config(student),
-        context=settings.context or student.spec.context,
+        healed_config(student, theta, context),
+        context=context,
         theta=theta,
         dtype=dtype or kept,
         shard_size=parse_size(max_shard_size),

@@ -64,6 +64,7 @@ def make_loop(
     """
     model = learner.model.train()
     without_dropout(model)
+    without_padding(model)
     if settings.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
@@ -101,6 +102,13 @@ def without_dropout(model: nn.Module) -> None:
         name = "p" if isinstance(module, nn.Dropout) else "attention_dropout"
         if hasattr(module, name):
             setattr(module, name, 0.0)
+
+
+def without_padding(model: nn.Module) -> None:
+    """No row of an embedding is left out of learning: what pads may be a token of the text, and padding is masked."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
 
 
 def _teacher(source: SourceModel, rows: int, settings: HealSettings, accelerator: Accelerator) -> Teacher:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from converter import __version__
 from converter.conversion.plan import DtypeName
 from converter.conversion.run import recipe_files
+from converter.families.companions import pad_remark
 from converter.files.output import OutputFolder
 from converter.healing.controls import Start
 from converter.healing.finish import AFTER_THE_TRAINING, Trained
@@ -117,6 +118,8 @@ def _announce(job: Job, texts: HealTexts, progress: Progress) -> None:
     progress.say(f"{texts.corpus.tokens:,} tokens of text, to be seen {epochs:.3g} times.")
     for note in texts.notes:
         progress.say(f"Note: {note}.")
+    if remark := pad_remark(job.converted):
+        progress.say(f"Note: {remark}.")
     if job.source is not None and job.context > job.source.spec.context and job.settings.losses["ce"].weight == 0:
         progress.say(
             f"Note: the teacher sees {job.source.spec.context} tokens, so nothing is learnt at later positions: "

@@ -27,7 +27,7 @@ def set_theta(model: PreTrainedModel, theta: float) -> None:
 
     Raises UnsupportedError for a model without rotary positions.
     """
-    modules = list(_rotary_embeddings(model))
+    modules = list(rotary_embeddings(model))
     if not modules:
         raise UnsupportedError(
             f"a {type(model).__name__} has no rotary positions, so there is no theta to raise",
@@ -50,7 +50,8 @@ def ramp(start: float, end: float, step: int, steps: int) -> float:
     return math.exp((1 - share) * math.log(start) + share * math.log(end))
 
 
-def _rotary_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+def rotary_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model that hold rotary frequencies."""
     return (module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from converter.blocks import Dropped
 from converter.errors import CheckpointError, printable
+from converter.families.companions import pad_remark
 from converter.families.config import TOKEN_IDS
 from converter.families.opened import SourceModel
 from converter.files.tokenizer import vocabulary_size
@@ -146,6 +147,8 @@ def warnings(source: SourceModel) -> list[str]:
     for key in TOKEN_IDS:
         if (account := source.config_accounts.get(key, "read")) != "read":
             found.append(f"{key} = {account}, so it is none")
+    if remark := pad_remark(source):
+        found.append(remark)
     return [printable(warning) for warning in found + _vocabulary_warnings(source)]
 
 
