@@ -130,7 +130,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def near_spelling(word: str, known: Iterable[str], letters: int = 2) -> str | None:
     """A sentence that names the known word which differs by one or two letters; None without such a word."""
-    distance, nearest = min(((_letters_apart(word, each), each) for each in known), default=(letters + 1, ""))
+    close = (each for each in known if abs(len(each) - len(word)) <= letters)
+    distance, nearest = min(((_letters_apart(word, each), each) for each in close), default=(letters + 1, ""))
     return f"Did you mean '{nearest}'?" if distance <= letters else None
 
 

@@ -270,7 +270,7 @@ def rope(parameters: Any, **config: Any) -> Any:
     return read_rope(reader, 8, RopeLayout.HALF_SPLIT), reader.notes
 
 
-@pytest.mark.parametrize("value", [..., None, "4.0", 0, -1, True, [4.0], float("inf")], ids=str)
+@pytest.mark.parametrize("value", [..., None, "4.0", 0, -1, True, [4.0], float("inf"), 10**400], ids=str)
 @pytest.mark.parametrize(
     ("scaling", "fact"),
     [

@@ -1,4 +1,7 @@
-"""Reading a `config.json` strictly: every field is read, ignored with a reason, or an error."""
+"""Reading a `config.json` strictly: every field is read, or ignored with a reason, or refused.
+
+A field that the family does not know is noted if transformers' own class does not read it, and refused otherwise.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,9 @@ _MUST_BE = {
     "tf_legacy_loss": False,
     "use_bfloat16": False,
 }
+
+#: Sizes, thetas and factors are below this. It keeps what is computed with them finite.
+_HUGE = 1 << 62
 
 _RIGHT_VALUE = "Write the value that the model was trained with"
 
@@ -155,9 +161,9 @@ class ConfigReader:
         self.notes.append(printable(text))
 
     def read(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The value of a field, of this type; the default where it is absent or null.
+        """The value of a field, of this type; the default if it is absent or null.
 
-        Without a default an absent field is an error.
+        An absent field without a default is an error.
         """
         self.accounts[key] = "read"
         value = self.config.get(key)
@@ -182,6 +188,8 @@ class ConfigReader:
         fits: bool = isinstance(value, _TYPES[kind]) and (kind is bool or not isinstance(value, bool))
         if not fits:
             problem = f"{value!r}, not of type {kind.__name__}"
+        elif kind in (int, float) and value >= _HUGE:
+            problem = f"{value:.3e}, and no model has such a number" if isinstance(value, float) else "far too large"
         elif kind is int and value < 1:
             problem = f"{value}, and must be at least 1"
         elif kind is float and not (value > 0 and math.isfinite(value)):
@@ -202,7 +210,7 @@ class ConfigReader:
         return meanings[value]
 
     def divide(self, whole: int, parts: int, whole_name: str, parts_name: str) -> int:
-        """whole / parts, which must have no rest."""
+        """whole / parts; a remainder is an error."""
         if whole % parts:
             raise CheckpointError(
                 f"{whole_name} = {whole} is not a multiple of {parts_name} = {parts}",
@@ -212,7 +220,7 @@ class ConfigReader:
         return whole // parts
 
     def ignore(self, reasons: Mapping[str, str]) -> None:
-        """These fields do not change the function, and this is why."""
+        """Account for fields that do not change the function, with the reason."""
         self.accounts.update({key: reason for key, reason in reasons.items() if key in self.config})
 
     def finish(self, spec: ModelSpec | None = None) -> dict[str, str]:

@@ -48,7 +48,7 @@ class Direct:
         return tensors
 
     def to_names(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The inverse of `to_roles`; raises UnsupportedError where there is none, so no target can have it."""
+        """The inverse of `to_roles`; UnsupportedError for a mapping without one, which no target may use."""
         return tensors
 
     def name_shapes(self, roles: RoleShapes) -> tuple[Shape, ...]:

@@ -1,7 +1,7 @@
 """A checkpoint read through its family: the spec, the accounts, and the blocks.
 
 Every tensor is used by a mapping, dropped with a reason, or an error; every config field is read,
-ignored with a reason, or an error. Opening reads headers only and imports no torch.
+ignored with a reason, noted, or an error. Opening reads headers only and imports no torch.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ class SourceModel:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast | None:
-        """The tokenizer beside the weights, loaded when it is first asked for; None where there is none."""
+        """The tokenizer beside the weights, loaded when it is first asked for; None if there are no files of one."""
         return load_tokenizer(self.checkpoint.path)
 
     @property
     def opening(self) -> int | None:
-        """The token that opens a document: bos, or eos (of several the first) where there is no bos, as in GPT-2."""
+        """The token that opens a document: bos, or eos (the first of several) in models without a bos, as GPT-2."""
         return opening_of(self.token_ids())
 
     @property

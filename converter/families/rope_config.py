@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from converter.errors import CheckpointError, UnsupportedError, did_you_mean, near_spelling
@@ -11,6 +10,8 @@ from converter.spec import RopeLayout, RopeSpec
 if TYPE_CHECKING:
     from converter.families.config import ConfigReader
 
+#: Divisors of frequencies are below this.
+_HUGE = 1 << 62
 _LISTS = ("short_factor", "long_factor")
 #: Facts that may be 0. transformers takes its default for a beta of 0.
 _FROM_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -207,7 +208,7 @@ def _check_fact(config: ConfigReader, what: str, name: str, value: Any, width: i
     """A fact of the right type and range."""
     if name in _LISTS:
         numbers = isinstance(value, list) and all(isinstance(each, (int, float)) for each in value)
-        if not numbers or len(value) != width // 2 or not all(math.isfinite(each) and each > 0 for each in value):
+        if not numbers or len(value) != width // 2 or not all(0 < each < _HUGE for each in value):
             found = f"has {len(value)} entries" if isinstance(value, list) else f"is {value!r}"
             raise CheckpointError(
                 f"config field '{what}' {found}",

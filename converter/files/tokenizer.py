@@ -5,7 +5,7 @@ class by model type, and would load it as LLaMA's own, which is of another kind.
 plain class, `PreTrainedTokenizerFast`, which takes `tokenizer.json` as it stands and is known to
 transformers 4 and 5; 5's own name for it, `TokenizersBackend`, is an error in 4.
 
-`tokenizer.json` is the authority where there is one. transformers 5 takes only vocabulary and merges
+`tokenizer.json`, if it exists, is the authority. transformers 5 takes only vocabulary and merges
 from it where the class is `GPT2Tokenizer`, and loses a normalizer, a pre-tokenizer or an unknown token
 that is not GPT-2's; transformers 4 and the `tokenizers` library take all of it, and so do we.
 """
@@ -82,7 +82,7 @@ PROBE_TEXTS = (
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
-    """The tokenizer in `folder` as a plain fast tokenizer, or None where there are no tokenizer files.
+    """The tokenizer in `folder` as a plain fast tokenizer, or None if there are no tokenizer files.
 
     Reads `tokenizer.json`, or GPT-2's `vocab.json` + `merges.txt`, or what else transformers can turn
     into a fast tokenizer, or the `meta.pkl` of a nanoGPT that was trained on characters. Needs no `config.json`,
@@ -418,7 +418,7 @@ def _character_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
 
 
 def _gguf_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
-    """The tokenizer in the GGUF file of a folder, where there is one, by transformers' own reading of it."""
+    """The tokenizer in the GGUF file of a folder, as transformers reads it; None without such a file."""
     from converter.files.gguf import tokenizer_file
 
     file = tokenizer_file(folder)

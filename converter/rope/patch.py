@@ -63,7 +63,7 @@ def swap_in_place(
 
 
 def roll_back(path: str | Path) -> bool:
-    """Restore every byte of a swap that was killed; False where there is none."""
+    """Restore every byte of a swap that was killed; False if no swap was killed."""
     folder = Path(path)
     journal = Journal(folder)
     with disk_errors(folder), _locked(folder):
