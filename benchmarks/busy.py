@@ -19,14 +19,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+FEW_STEPS = ["fit_blocks.steps=10", "calibration.tokens=16384", "verify.tokens=4096"]
+
 
 def main() -> None:
     """Convert idle and busy; exits with 1 where the ratio of the seconds is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=["fit_blocks.steps=20", "calibration.tokens=32768"]
-    )
+    parser.add_argument("--set", dest="overrides", action="append", default=FEW_STEPS)
     parser.add_argument("--limit", type=float, default=3.0)
     arguments = parser.parse_args()
     idle = convert(arguments.source, arguments.overrides)

@@ -25,7 +25,11 @@ from measured import measured
 from converter.files.safetensors import Layout
 from converter.files.writer import CheckpointWriter
 
-_IMPORTS = "import torch, transformers, converter; converter.convert"
+# As the command does it.
+_IMPORTS = (
+    "from converter.cli.process import before_torch; before_torch(); "
+    "import torch, transformers, converter; converter.convert"
+)
 _WORK = 'converter.convert(sys.argv[1], sys.argv[2], recipe="gpt2-to-llama-naive", verify=False)'
 
 

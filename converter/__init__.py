@@ -13,14 +13,9 @@ torch and transformers are imported when a function that needs them is called fi
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-
-# A conversion lays out each large tensor in fresh memory. In huge pages, where the system leaves them to programs
-# ("madvise"), it takes 30 % less time in all. torch reads this once, at its first allocation.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 if TYPE_CHECKING:
     from converter.conversion.report import ConversionReport

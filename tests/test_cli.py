@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -348,3 +350,20 @@ def test_a_config_that_transformers_refuses_is_one_paragraph(field, source, text
     assert result.exit_code == 2
     assert "transformers refuses this config" in result.output
     assert len(result.output.splitlines()) == 1
+
+
+def test_settings_of_the_whole_process_are_a_commands_and_a_users_stand() -> None:
+    code = """
+        import os, sys
+        import converter
+        assert not {"OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE"} & set(os.environ)
+        os.environ["KMP_BLOCKTIME"] = "7"
+        from converter.cli.main import main
+        main(["recipes", "list"], standalone_mode=False)
+        assert "torch" not in sys.modules
+        assert os.environ["OMP_WAIT_POLICY"] == "passive"
+        assert os.environ["KMP_BLOCKTIME"] == "7"
+    """
+    names = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "THP_MEM_ALLOC_ENABLE")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=clean, check=True, stdout=subprocess.DEVNULL)

@@ -13,6 +13,7 @@ import click
 
 from converter import __version__
 from converter.cli.heal import heal, upgrade
+from converter.cli.process import before_torch, large_blocks_apart
 from converter.cli.rope import rope
 from converter.cli.texts import as_texts, token_bytes
 from converter.errors import ConverterError, VerificationError, paragraph
@@ -72,6 +73,7 @@ def main(debug: bool) -> None:
       converter inspect examples/tiny-gpt2
       converter convert examples/tiny-gpt2 tiny-llama
     """
+    before_torch()
 
 
 # RoPE layouts: detect and swap, in `converter.cli.rope`.
@@ -283,6 +285,8 @@ def convert(
             return
         print_all(plan_tables(plan, memory))
         return
+    if not no_verify:  # there are activations to compute
+        large_blocks_apart()
     with progress(hidden=as_json) as bars:
         report = conversion.convert(
             source,

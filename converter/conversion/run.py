@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -242,7 +241,6 @@ def _write(plan: Plan, walk: Walk, output: OutputFolder, folder: Path, shard_siz
     # A block is written while the next one is converted, and the one before is waited for on its way to the disk.
     with (
         _threads(walk),
-        _large_blocks_apart(walk),
         ThreadPoolExecutor(max_workers=1) as pages,
         ThreadPoolExecutor(max_workers=1) as disk,
     ):
@@ -277,23 +275,3 @@ def _threads(walk: Walk) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-#: Of glibc's malloc.h.
-_M_MMAP_THRESHOLD = -3
-
-
-@contextlib.contextmanager
-def _large_blocks_apart(walk: Walk) -> Iterator[None]:
-    """With activations to compute, have glibc map each large block by itself, and give it back when it is freed.
-
-    Otherwise it takes all up to 32 MB from one heap that only grows: a fit left holes of hundreds of megabytes there.
-    """
-    setting = getattr(ctypes.CDLL(None), "mallopt", None) if walk.has_text else None
-    if setting:
-        setting(_M_MMAP_THRESHOLD, 1 << 20)
-    try:
-        yield
-    finally:
-        if setting:
-            setting(_M_MMAP_THRESHOLD, 32 << 20)  # where glibc would have got to by itself
