@@ -24,6 +24,7 @@ from converter.conversion.settings import HealSettings
 from converter.errors import CheckpointError, ConverterError, RecipeError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.files.output import read_whole, write_whole
+from converter.healing.export import export_weights
 from converter.healing.launch import check_launch
 from converter.healing.loop import InterruptedRunError
 from converter.healing.optimizer import parameter_groups, rate_at
@@ -440,6 +441,16 @@ def test_a_pad_token_of_the_text_learns_like_any_other(run, tmp_path):
     assert (config["eos_token_id"], config["pad_token_id"]) == (3, None)
     assert (generation["eos_token_id"], generation["pad_token_id"]) == ([3, 5, 7], 3)
     assert load_plain(report.target).get_input_embeddings().padding_idx is None
+
+
+def test_weights_too_large_for_float16_are_counted_and_refused_before_the_first_step(run, tmp_path):
+    model = models.llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0, :2] = 7e4
+    with pytest.raises(UnsupportedError, match=r"2 of \d+ values of model.embed_tokens.weight overflow in float16"):
+        run("never", converted=models.save(model, tmp_path / "large"), dtype="float16")
+    with pytest.raises(UnsupportedError, match=r"1 of 3 values of w overflow in float16.*largest is 7e\+04"):
+        export_weights(lambda name: torch.tensor([1.0, 7e4, -2.0]), {"w": ((3,), "float16")}, tmp_path, 1 << 30)
 
 
 def test_theta_rises_in_even_steps_of_its_logarithm():

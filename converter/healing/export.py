@@ -64,10 +64,23 @@ def export_weights(
     writer = CheckpointWriter(folder, layout, max_shard_size, metadata) if folder is not None else None
     for name, (_, dtype) in layout.items():
         tensor = gathered(name)
+        refuse_overflow(name, tensor, dtype)  # in every process: one that stopped alone would keep the others waiting
         if writer is not None:
             writer.write(name, tensor.to("cpu", getattr(torch, dtype)))
     if writer is not None:
         writer.finish()
+
+
+def refuse_overflow(name: str, tensor: Tensor, dtype: str) -> None:
+    """Raise UnsupportedError, with their number, where values of a tensor are too large for a dtype."""
+    target: torch.dtype = getattr(torch, dtype)
+    largest, end = float(tensor.abs().max()), torch.finfo(target).max
+    if target != tensor.dtype and largest > end and (overflow := int((~torch.isfinite(tensor.to(target))).sum())):
+        raise UnsupportedError(
+            f"{overflow} of {tensor.numel()} values of {name} overflow in {dtype}",
+            why=f"the largest is {largest:.4g}, and {dtype} ends at {end:.4g}",
+            fix="Use --dtype bfloat16 or float32",
+        )
 
 
 def write_metadata(

@@ -13,6 +13,7 @@ from converter.conversion.run import recipe_files
 from converter.families.companions import pad_remark
 from converter.files.output import OutputFolder
 from converter.healing.controls import Start
+from converter.healing.export import refuse_overflow
 from converter.healing.finish import AFTER_THE_TRAINING, Trained
 from converter.healing.job import Job, heal_settings, open_job
 from converter.healing.launch import first, share, start
@@ -137,7 +138,10 @@ def _train(
     resume: bool,
 ) -> tuple[Outcome, Trainee]:
     """Train to the best weights; how it went, and what holds them."""
-    learner = Learner(load_transformers(job.converted), roles_of(job.converted), job.source, job.theta)
+    model = load_transformers(job.converted)
+    for name, parameter in model.named_parameters():
+        refuse_overflow(name, parameter.detach(), job.dtype)
+    learner = Learner(model, roles_of(job.converted), job.source, job.theta)
     loop = make_loop(learner, job.settings, texts, job.context, accelerator, output.work, progress.say)
     accelerator.init_trackers("heal", config=job.settings.to_dict())
     try:
