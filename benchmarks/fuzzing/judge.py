@@ -21,6 +21,8 @@ from fuzzing.subjects import SUBJECTS
 
 #: What only the numbers themselves give away, when they are multiplied.
 _OVERFLOW = re.compile(" overflow in | are not finite after the steps")
+#: How a paragraph begins: with the command that says it.
+_TOLD = re.compile("(converter( [a-z]+)*|Error|Usage): ")
 #: Characters of a paragraph that people still read.
 LONGEST = 2_000
 #: Largest logit difference over the largest logit that is rounding.
@@ -51,13 +53,13 @@ def faults_of_command(ended: Ended) -> Iterator[str]:
         yield f"control characters are printed by `{ended.name}`: {ended.stderr[:300]!r}"
     if ended.code == 0:
         return
-    told = [line for line in ended.stderr.splitlines() if line.startswith(("converter: ", "Error: ", "Usage: "))]
+    told = [line for line in ended.stderr.splitlines() if _TOLD.match(line)]
     is_list = ended.name.startswith("check") and ended.code == 1 and ended.stdout.strip()
     if not told and not is_list:
         yield f"`{ended.name}` ends with {ended.code} and says nothing: {ended.stderr[-300:]!r}"
     for line in told:
         behind = ended.stderr[ended.stderr.index(line) :].rstrip("\n")
-        if line.startswith("converter: ") and "\n" in behind:
+        if line.startswith("converter") and "\n" in behind:
             yield f"`{ended.name}` prints more than one paragraph: {behind[:400]!r}"
         if len(line) > LONGEST:
             yield f"`{ended.name}` prints a paragraph of {len(line):,} characters: {line[:200]}"
