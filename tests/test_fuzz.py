@@ -16,7 +16,7 @@ SUBJECTS = (
 def test_damaged_inputs_end_with_a_right_result_or_one_paragraph() -> None:
     """In a process of its own: each input is run in a child, and children of this one would have pytest's filters."""
     drawn = [word for name in SUBJECTS for word in ("--subject", name)]
-    command = [sys.executable, FUZZ, "--seed", "1", "--cases", "100", *drawn]
+    command = [sys.executable, FUZZ, "--seed", "1", "--cases", "60", *drawn]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
-    assert "100 inputs, 0 failed" in done.stdout
+    assert "60 inputs, 0 failed" in done.stdout
