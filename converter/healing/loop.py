@@ -128,7 +128,8 @@ class Loop:
                 improved = False
                 if self._due(step, self.settings.evaluate_every) or step == self.steps:
                     improved = self._evaluate(step, metrics, progress)
-                if improved or stop or step == self.steps or self._due(step, self.settings.save_every):
+                last = step == self.steps or self._reached_target()
+                if improved or stop or last or self._due(step, self.settings.save_every):
                     snapshots.save(step, self._state(), self.trainee, best=self._best_step())
                 if stop:
                     raise InterruptedRunError(
