@@ -8,14 +8,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
 from converter.errors import CheckpointError, ConverterError
 from converter.files.checkpoint import Checkpoint
-from converter.files.direct_io import PIECE, Run
 from converter.files.safetensors import Layout, total_size
 from converter.files.writer import CheckpointWriter, parse_size, plan_shards
 
@@ -252,20 +250,3 @@ def test_bad_sizes(text: str) -> None:
     with pytest.raises(ConverterError, match="Write it like 5GB") as caught:
         parse_size(text)
     assert f"'{text}'" in str(caught.value)
-
-
-@pytest.mark.parametrize("piece", [1, 4095, 4096, 100_003])
-def test_runs_side_by_side_meet_at_their_bytes(piece: int, tmp_path: Path) -> None:
-    """Whole pages go past the page cache and shared ones through it: none may undo another's bytes."""
-    sizes = [1, 7, 4096, 4095, 8192, 3 * PIECE + 5, 4097, 2, PIECE, 12_288]
-    starts = np.cumsum([300, *sizes])
-    expected = np.random.default_rng(0).integers(1, 256, int(starts[-1]) + 9, np.uint8)
-    expected[:300] = expected[starts[-1] :] = 0
-    path = tmp_path / "file"
-    path.write_bytes(bytes(len(expected)))
-    for start, size in sorted(zip(starts.tolist(), sizes, strict=False), key=lambda each: each[1]):
-        step = max(piece, size // 1000)
-        with Run(path, start) as run:
-            for first in range(start, start + size, step):
-                run.add(expected[first : min(first + step, start + size)])
-    assert np.array_equal(np.fromfile(path, np.uint8), expected)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converter.errors import CheckpointError, ConverterError
-from converter.files.direct_io import PIECE, Run
 from converter.files.json_text import write_json
 from converter.files.output import disk_errors
 from converter.files.safetensors import Layout, build_header, num_bytes, total_size
@@ -24,6 +23,8 @@ from converter.files.safetensors import Layout, build_header, num_bytes, total_s
 if TYPE_CHECKING:
     import torch
 
+#: Bytes of a transposed tensor that are laid out at once.
+_PIECE = 4 << 20
 METADATA = {"format": "pt"}  # transformers refuses a file that does not say so
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # file systems that cannot reserve space
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -92,11 +93,13 @@ class CheckpointWriter:
         assert layout == place.layout, f"{name}: planned {place.layout}, got {layout}"
         assert name not in self._sums, f"{name} is written twice"
         found = 0
-        with disk_errors(place.file), Run(place.file, place.start) as run:
+        with disk_errors(place.file), place.file.open("r+b", buffering=0) as file:
+            file.seek(place.start)
             for piece in _pieces(tensor.detach().cpu()):
                 data = piece.reshape(-1).view(torch.uint8).numpy()
-                found = zlib.crc32(data.data, found)
-                run.add(data)
+                found, left = zlib.crc32(data.data, found), data.data
+                while left:  # one call to the system writes 2 GB at most
+                    left = left[file.write(left) :]
         self._sums[name] = found
         self._unsynced.add(place.file)
 
@@ -121,7 +124,7 @@ class CheckpointWriter:
         found, left = 0, num_bytes(*place.layout)
         with disk_errors(place.file), place.file.open("rb") as file:
             file.seek(place.start)
-            while left and (piece := file.read(min(left, PIECE))):
+            while left and (piece := file.read(min(left, _PIECE))):
                 found = zlib.crc32(piece, found)
                 left -= len(piece)
         if found != saved:
@@ -197,7 +200,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.is_contiguous() or tensor.ndim < 2:
         yield tensor.contiguous()
         return
-    rows = max(1, PIECE // max(1, tensor[0].numel() * tensor.element_size()))
+    rows = max(1, _PIECE // max(1, tensor[0].numel() * tensor.element_size()))
     buffer = tensor.new_empty(min(rows, len(tensor)), *tensor.shape[1:])
     for start in range(0, len(tensor), rows):
         part = tensor[start : start + rows]

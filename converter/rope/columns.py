@@ -17,8 +17,8 @@ from converter.errors import CheckpointError, UnsupportedError
 from converter.families.opened import SourceModel
 from converter.families.rotating import rotating_mappings, stored_rows
 from converter.files.checkpoint import TensorInfo
-from converter.files.direct_io import PIECE, mapped
 from converter.layout import head_counts
+from converter.rope.direct_io import PIECE, mapped
 
 Columns = npt.NDArray[np.floating[Any]]
 #: Tensor -> the file that its bytes are in, and where they begin.

@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 
 from converter.errors import CheckpointError
-from converter.files.direct_io import PAGE, PIECE, NewFile, aligned_buffer, beside, mapped, write_at
 from converter.files.output import fsync
 from converter.files.record import RECORD
+from converter.rope.direct_io import PAGE, PIECE, NewFile, aligned_buffer, beside, mapped, write_at
 from converter.rope.moves import Move
 from converter.rope.settle import Settlement
 from converter.spec import RopeLayout

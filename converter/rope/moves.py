@@ -16,8 +16,8 @@ from converter.errors import UnsupportedError
 from converter.families.opened import SourceModel
 from converter.families.rotating import stored_orders
 from converter.files.checkpoint import Checkpoint
-from converter.files.direct_io import PIECE, Bytes, NewFile, mapped, write_at
 from converter.layout import Rows
+from converter.rope.direct_io import PIECE, Bytes, NewFile, mapped, write_at
 from converter.spec import RopeLayout
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from converter.errors import CheckpointError, ConverterError
 from converter.families.opened import SourceModel
 from converter.families.rotating import source_digests
-from converter.files.direct_io import beside
 from converter.files.output import disk_errors
 from converter.files.record import RECORD, record_text
+from converter.rope.direct_io import beside
 from converter.rope.journal import Journal, Plan, sync
 from converter.rope.moves import Move, plan_moves
 from converter.rope.scores import Rows, compare_scores, read_rows

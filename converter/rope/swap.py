@@ -13,11 +13,11 @@ from converter.errors import ConverterError, did_you_mean
 from converter.families.opened import SourceModel
 from converter.families.rotating import rotating_mappings, source_digests
 from converter.files.checkpoint import Checkpoint
-from converter.files.direct_io import NewFile, will_need
 from converter.files.hub import local_path
 from converter.files.output import OutputFolder, disk_errors
 from converter.files.record import RECORD, save_record
 from converter.rope.detect import Detection, detect_source
+from converter.rope.direct_io import NewFile, will_need
 from converter.rope.moves import Move, plan_moves, refuse_quantised, total_bytes
 from converter.rope.scores import compare_scores, read_rows
 from converter.rope.settle import Settlement, declared_voices, settle, swapped_record
