@@ -206,6 +206,21 @@ def test_an_upgrade_names_a_generation_config_that_is_not_sound_before_it_conver
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [(["heal.kl=0"], "nothing to learn from"), (["heal.rope_theta=0.5"], "rope_theta"), (["heal.rate=nan"], "rate")],
+)
+def test_an_upgrade_refuses_settings_of_the_healing_before_it_converts(
+    overrides: list[str], told: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("converter.healing.upgrade._convert", None)
+    with pytest.raises(ConverterError, match=told):
+        upgrade(inputs / "gpt2", tmp_path / "out", text=inputs / "ids.npy", recipe=stopped.NAIVE, overrides=overrides)
+    with pytest.raises(ConverterError, match="cannot be healed as it is"):
+        upgrade(inputs / "llama", tmp_path / "out", text=inputs / "ids.npy", recipe="hf-to-meta")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("field", "value"), [("rms_norm_eps", 1e-3), ("rope_parameters", {"rope_type": "yarn"})])
 def test_the_config_to_be_written_is_read_back_before_any_work(
     field: str, value: Any, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

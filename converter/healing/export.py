@@ -11,6 +11,7 @@ from torch import Tensor
 
 from converter.conversion.plan import DtypeName
 from converter.errors import CheckpointError, UnsupportedError
+from converter.families import Family
 from converter.families.companions import generation_config, with_ids, write_companions
 from converter.families.opened import SourceModel
 from converter.files.json_text import write_json
@@ -18,12 +19,12 @@ from converter.files.safetensors import Layout
 from converter.files.writer import METADATA, CheckpointWriter
 
 
-def check_exportable(source: SourceModel) -> None:
-    """Raise UnsupportedError unless transformers' class of this checkpoint has the tensors that its files have."""
-    if source.family.model_class is None or source.family.stand_in is not None:
+def check_exportable(family: Family, where: str) -> None:
+    """Raise UnsupportedError unless transformers' class of this family has the tensors that its files have."""
+    if family.model_class is None or family.stand_in is not None:
         raise UnsupportedError(
-            f"a checkpoint of family '{source.family.name}' cannot be healed as it is",
-            where=source.where,
+            f"a checkpoint of family '{family.name}' cannot be healed as it is",
+            where=where,
             why="transformers has no class that runs its files",
             fix="Convert it to a LLaMA first: `converter recipes list` shows how",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,11 +12,13 @@ from converter.conversion.plan import DtypeName
 from converter.conversion.recipe import Recipe, load_recipe, with_overrides
 from converter.conversion.settings import HealSettings
 from converter.errors import ConverterError, UnsupportedError
+from converter.families import Family
 from converter.families.opened import SourceModel
 from converter.files.writer import parse_size
 from converter.healing.export import check_exportable, check_generation_config
 from converter.healing.positions import healed_config
 from converter.measure.vocabulary import Vocabulary, common_ids
+from converter.spec import ModelSpec
 from converter.text.gather import HealTexts
 
 
@@ -79,12 +81,7 @@ def open_job(
 ) -> Job:
     """Open the checkpoints of a run. Raises ConverterError for what cannot work."""
     student = SourceModel.open(converted)
-    check_exportable(student)
-    if not settings.minimised:
-        weights = ", ".join(f"heal.{name}" for name in settings.losses)
-        raise ConverterError(
-            "the weights of all losses are 0, which leaves nothing to learn from", fix=f"Set one of {weights} above 0"
-        )
+    check_exportable(student.family, student.where)
     source = None if teacher is None else _open_teacher(student, teacher)
     if source is None and (settings.stage_one > 0 or any(loss.asks_teacher for loss in settings.minimised)):
         raise ConverterError(
@@ -93,25 +90,41 @@ def open_job(
     if source is not None and settings.stage_one > 0:
         _check_layers(student, source)
     check_generation_config(student)
-    context, theta = settings.context or student.spec.context, None
-    if student.spec.rope is not None:
-        theta = settings.rope_theta or student.spec.rope.theta
-    elif settings.rope_theta:
-        raise UnsupportedError(
-            "the converted model has no rotary positions", where="heal.rope_theta", fix="Leave the theta out"
-        )
+    config, context, theta = what_is_learnt(settings, student.family, student.spec, student.checkpoint.config)
     stored = {info.dtype for info in student.checkpoint.tensors.values()}
     kept: DtypeName = next((name for name in get_args(DtypeName) if stored == {name}), "float32")
     return Job(
         settings,
         student,
         source,
-        healed_config(student, theta, context),
+        config,
         context=context,
         theta=theta,
         dtype=dtype or kept,
         shard_size=parse_size(max_shard_size),
     )
+
+
+def what_is_learnt(
+    settings: HealSettings, family: Family, spec: ModelSpec, config: Mapping[str, Any]
+) -> tuple[dict[str, Any], int, float | None]:
+    """The config that a model of these facts is written with, its context and its theta, all found sound.
+
+    Raises ConverterError where the settings leave nothing to learn, or ask for positions that the model cannot have.
+    """
+    if not settings.minimised:
+        weights = ", ".join(f"heal.{name}" for name in settings.losses)
+        raise ConverterError(
+            "the weights of all losses are 0, which leaves nothing to learn from", fix=f"Set one of {weights} above 0"
+        )
+    context, theta = settings.context or spec.context, None
+    if spec.rope is not None:
+        theta = settings.rope_theta or spec.rope.theta
+    elif settings.rope_theta:
+        raise UnsupportedError(
+            "the converted model has no rotary positions", where="heal.rope_theta", fix="Leave the theta out"
+        )
+    return healed_config(family, spec, config, theta, context), context, theta
 
 
 def _open_teacher(student: SourceModel, teacher: str | Path) -> SourceModel:

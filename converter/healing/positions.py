@@ -14,21 +14,22 @@ import torch
 from torch import nn
 
 from converter.errors import ConverterError, UnsupportedError
+from converter.families import Family
 from converter.families.config import ConfigReader
-from converter.families.opened import SourceModel
 from converter.healing.schedules import rotary_embeddings
-from converter.spec import RopeSpec
+from converter.spec import ModelSpec, RopeSpec
 
 #: Positions at which two rotations are compared, the last included.
 _COMPARED = 64
 
 
-def healed_config(source: SourceModel, theta: float | None, context: int) -> dict[str, Any]:
-    """What config.json says of the model after healing at `context` tokens, with rotary base `theta` (None: no RoPE).
+def healed_config(
+    family: Family, spec: ModelSpec, config: Mapping[str, Any], theta: float | None, context: int
+) -> dict[str, Any]:
+    """What config.json says of a model after healing at `context` tokens, with rotary base `theta` (None: no RoPE).
 
     Raises ConverterError for what its family cannot state, and for a rotation that would not be the trained one.
     """
-    spec, family = source.spec, source.family
     longer = context > spec.context
     if longer and spec.absolute_positions:
         raise UnsupportedError(
@@ -40,7 +41,7 @@ def healed_config(source: SourceModel, theta: float | None, context: int) -> dic
     if spec.rope is not None and theta is not None:
         _refuse_two_knobs(spec.rope, theta)
         wanted = wanted.replace(rope=dataclasses.replace(spec.rope, theta=theta))
-    config = dict(source.checkpoint.config)
+    config = dict(config)
     if wanted.rope is not None:
         config |= family.rope_config(wanted)
     trained = dict(config)
@@ -59,7 +60,7 @@ def healed_config(source: SourceModel, theta: float | None, context: int) -> dic
                 fix="Leave the setting out",
             )
     if longer:
-        _refuse_another_rotation(source, trained, config, context)
+        _refuse_another_rotation(family, spec, trained, config, context)
     return config
 
 
@@ -82,33 +83,33 @@ def _plain(fact: Any) -> Any:
 
 
 def _refuse_another_rotation(
-    source: SourceModel, trained: Mapping[str, Any], written: Mapping[str, Any], context: int
+    family: Family, spec: ModelSpec, trained: Mapping[str, Any], written: Mapping[str, Any], context: int
 ) -> None:
     """Raise ConverterError where a longer context in the config changes how transformers rotates.
 
     Dynamic NTK does so, longrope without `factor`, and YaRN where a factor is missing.
     """
     positions = torch.linspace(0, context - 1, min(context, _COMPARED)).round().long()[None]
-    angles = [[module(torch.zeros(1), positions) for module in _rotary(source, each)] for each in (trained, written)]
+    angles = [[module(torch.zeros(1), positions) for module in _rotary(family, each)] for each in (trained, written)]
     for (cos, sin), (other_cos, other_sin) in zip(*angles, strict=True):
         if not (torch.equal(cos, other_cos) and torch.equal(sin, other_sin)):
-            kind = (source.spec.rope.scaling or {}).get("rope_type") if source.spec.rope else None
+            kind = (spec.rope.scaling or {}).get("rope_type") if spec.rope else None
             raise ConverterError(
                 f"a context of {context} in the config changes the rotation itself, of rope_type {kind}",
                 where="heal.context",
                 why=f"Its frequencies or their scale follow from the length, so a model trained with those of "
-                f"{source.spec.context} would be run with others",
-                fix=f"Choose at most {source.spec.context}, or write `factor` and `attention_factor` into the config's "
+                f"{spec.context} would be run with others",
+                fix=f"Choose at most {spec.context}, or write `factor` and `attention_factor` into the config's "
                 "rope_parameters where its rope_type knows them",
             )
 
 
-def _rotary(source: SourceModel, config: Mapping[str, Any]) -> list[nn.Module]:
+def _rotary(family: Family, config: Mapping[str, Any]) -> list[nn.Module]:
     """The rotary embeddings of transformers' class under a config, without its weights."""
     import transformers
 
-    assert source.family.model_class is not None
-    model_class: Any = getattr(transformers, source.family.model_class)
+    assert family.model_class is not None
+    model_class: Any = getattr(transformers, family.model_class)
     parsed = model_class.config_class.from_dict(copy.deepcopy(dict(config)))  # it changes what it is given
     with torch.device("meta"):
         skeleton = model_class(parsed)

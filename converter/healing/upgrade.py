@@ -10,8 +10,8 @@ from converter.conversion.plan import DtypeName
 from converter.conversion.run import Conversion, recipe_files
 from converter.files.output import OutputFolder
 from converter.healing.controls import Start
-from converter.healing.export import check_generation_config
-from converter.healing.job import heal_settings, open_job
+from converter.healing.export import check_exportable, check_generation_config
+from converter.healing.job import heal_settings, open_job, what_is_learnt
 from converter.healing.launch import first, join, start
 from converter.healing.report import HealReport
 from converter.healing.run import heal_into
@@ -52,7 +52,10 @@ def upgrade(
 
     def convert_once() -> None:
         conversion = Conversion.open(source, recipe, overrides, device=device, progress=progress)
-        check_generation_config(conversion.plan.source)
+        plan = conversion.plan
+        check_generation_config(plan.source)
+        check_exportable(plan.target, f"recipe '{plan.recipe.name}'")
+        what_is_learnt(plan.recipe.heal, plan.target, plan.target_spec, plan.config())
         stack.enter_context(output)
         conversion.gather(text, eval_text)
         fingerprint = conversion.fingerprint()
@@ -60,7 +63,7 @@ def upgrade(
         if not converted.exists():
             _convert(conversion, converted, output)
         # Settings of the healing that change nothing about the conversion may be others now.
-        (converted / "recipe.yaml").write_text(conversion.plan.recipe.to_yaml(), encoding="utf-8")
+        (converted / "recipe.yaml").write_text(plan.recipe.to_yaml(), encoding="utf-8")
 
     with ExitStack() as stack:
         first(state, convert_once)
