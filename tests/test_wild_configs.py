@@ -87,6 +87,13 @@ def test_a_field_is_named_for_what_it_is(changes: dict[str, Any], words: str, tm
     assert words in notes(edited(tmp_path, models.gpt2(), **changes))
 
 
+@pytest.mark.parametrize("field", ["n_layer", "n_head", "vocab_size", "n_positions", "n_inner", "n_embd"])
+def test_a_size_of_a_thousand_million_is_refused_at_once(field: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        SourceModel.open(edited(tmp_path, models.gpt2(), **{field: 10**9}))
+    assert str(10**9) in str(caught.value)
+
+
 def test_a_field_of_any_content_is_noted_on_one_line(tmp_path: Path) -> None:
     (note,) = SourceModel.open(edited(tmp_path, models.gpt2(), **{"odd\n\x1b[31mname": "x" * 100_000})).notes
     assert note.isprintable()

@@ -26,6 +26,8 @@ ACTIVATIONS = {
 #: None where it follows from other facts.
 Fields = Mapping[str, tuple[str, Any]]
 
+_MOST_LAYERS = 10_000
+
 #: Facts that follow from others where the config says null.
 _DERIVED = ("head_dim", "num_kv_heads", "intermediate_size")
 
@@ -64,6 +66,13 @@ def read_facts(
         return config.read(key, kind, None if default is ... else default)
 
     sizes = {fact: read(fact, int) for fact in ("vocab_size", "hidden_size", "num_layers", "num_heads", "context")}
+    if sizes["num_layers"] > _MOST_LAYERS:
+        raise CheckpointError(
+            f"the config says {sizes['num_layers']} layers",
+            where=config.where,
+            why=f"no model has more than {_MOST_LAYERS}",
+            fix="Write the number of layers that the model has",
+        )
     hidden, heads, names = sizes["hidden_size"], sizes["num_heads"], {fact: field[0] for fact, field in fields.items()}
     head_dim = read("head_dim", int) or _head_dim(config, hidden, heads, names)
     kv_heads = read("num_kv_heads", int) or heads

@@ -71,6 +71,7 @@ class SourceModel:
         config = ConfigReader(
             checkpoint.config, self.where, aliases=self.family.aliases, model_class=self.family.model_class
         )
+        self._refuse_more_layers_than_tensors(config)
         self.spec: ModelSpec = self.family.read_spec(config, self._decide_tie(config))
         #: The RoPE layout that the family's files are in, unless a stamp of ours says otherwise.
         self.declared_layout = self.spec.rope.layout if self.spec.rope is not None else None
@@ -89,6 +90,18 @@ class SourceModel:
         self.stamp: RopeLayout | None = None
         with reporting(on_fault, checkpoint.path):
             self._heed_record()
+
+    def _refuse_more_layers_than_tensors(self, config: ConfigReader) -> None:
+        """A number of layers that is a slip or damage: whatever is counted by layer would never end."""
+        key, _ = self.family.fields.get("num_layers", ("", None))
+        layers, tensors = config.config.get(key), len(self.checkpoint.tensors)
+        if isinstance(layers, int) and layers > max(tensors, 1):
+            raise CheckpointError(
+                f"config field '{key}' is {layers}, and the checkpoint has {tensors} tensors in all",
+                where=self.where,
+                why="each layer has several",
+                fix="Write the number of layers that the model has",
+            )
 
     def _how_the_family_is_known(self) -> list[str]:
         if self.checkpoint.config.get("model_type") is not None:
