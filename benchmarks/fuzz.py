@@ -54,6 +54,7 @@ class Case:
     damage: tuple[str, ...]
     faults: tuple[str, ...]
     codes: dict[str, int]
+    compared: dict[str, int]
 
 
 class Fuzzer:
@@ -101,7 +102,7 @@ class Fuzzer:
         faults = list(outcome.get("faults", ()))
         if death and not outcome.get("judging"):
             faults.append(f"{death} in `{outcome.get('at', 'nothing yet')}`")
-        return Case(number, name, tuple(told), tuple(faults), outcome.get("codes", {}))
+        return Case(number, name, tuple(told), tuple(faults), outcome.get("codes", {}), outcome.get("compared", {}))
 
     def _commands(self, name: str, folder: Path, before: dict[str, str]) -> dict[str, Any]:
         """Run a subject's commands in the current folder, then judge."""
@@ -127,7 +128,7 @@ class Fuzzer:
             signal.alarm(SECONDS)
             outcome["faults"] += judge.faults_of_results(name, self._sound(name, "results"), ended)
             signal.alarm(0)
-        return outcome
+        return outcome | {"compared": judge.COMPARED}
 
     def _sound(self, name: str, what: str = "input") -> Path:
         return self._work / "sound" / name.replace(" ", "-").replace(",", "") / what
@@ -268,6 +269,7 @@ def main() -> None:
     numbers = range(options.first, options.first + options.cases) if options.only is None else [options.only]
     kinds: Counter[str] = Counter()
     exits: Counter[str] = Counter()
+    compared: Counter[str] = Counter()
     failed, started = 0, time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as work:
         fuzzer = Fuzzer(Path(work), options.seed, options.subject)
@@ -286,9 +288,11 @@ def main() -> None:
                     print(f"    {case.codes}")
                 sys.stdout.flush()
             failed += bool(case.faults)
+            compared.update(case.compared)
             kinds.update({kind_of(fault) for fault in case.faults})
     seconds = time.perf_counter() - started
     print(f"{len(numbers)} inputs, {failed} failed, {seconds:.0f} s ({built:.0f} s to build); {dict(exits)}")
+    print(f"Results held against others: {dict(compared)}")
     for kind, count in kinds.most_common():
         print(f"{count:6}  {kind}")
     sys.exit(failed > 0)

@@ -8,6 +8,7 @@ import os
 import re
 import stat
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from fuzzing.subjects import SUBJECTS
 
 #: What only the numbers themselves give away, when they are multiplied.
 _OVERFLOW = re.compile(" overflow in | are not finite after the steps")
+#: Results that were held against something, by what.
+COMPARED: Counter[str] = Counter()
 #: How a paragraph begins: with the command that says it.
 _TOLD = re.compile("(converter( [a-z]+)*|Error|Usage): ")
 #: Characters of a paragraph that people still read.
@@ -106,6 +109,7 @@ def faults_of_results(name: str, sound: Path, ended: Mapping[str, Ended]) -> Ite
     last = list(codes.values())[-1]
     nothing_done = any("no unfinished swap" in each.stdout for each in ended.values())
     if subject.same and last == 0 and not nothing_done:
+        COMPARED["with the sound run"] += 1
         wanted, found = (_matching(folder, subject.same) for folder in (sound, Path()))
         if wanted != found:
             odd = sorted(each for each in {*wanted, *found} if wanted.get(each) != found.get(each))
@@ -155,6 +159,7 @@ def _other_function(exact: bool) -> Iterator[str]:
     theirs = _by_transformers(Path("model"), ids)
     if theirs is None or not bool(theirs.isfinite().all()) or float(theirs.abs().max()) > 1e5:
         return
+    COMPARED["with transformers"] += 1
     pairs: dict[str, Tensor | None] = {"our reading of the source": _by_reference(Path("model"), ids)}
     if exact:
         pairs["the result"] = _by_transformers(Path("out"), ids)
