@@ -699,3 +699,12 @@ def test_a_tensor_larger_than_its_file_is_refused(folder):
     torch.save({"a.weight": torch.zeros(1).expand(10**6, 10**6)}, folder / BIN)
     with pytest.raises(CheckpointError, match=r"'a\.weight' of shape .* is larger than the file"):
         Checkpoint.open(folder)
+
+
+def test_an_index_does_not_leave_the_folder_by_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    save_file(some_tensors(), tmp_path / "elsewhere" / SINGLE)
+    (folder / "sub").symlink_to(tmp_path / "elsewhere")
+    weight_map = dict.fromkeys(some_tensors(), f"sub/{SINGLE}")
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert_says(refusal(folder), folder / INDEX, "outside the folder")

@@ -12,6 +12,7 @@ import models
 import pytest
 import torch
 from models import TOLERANCE, VOCAB
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
@@ -557,3 +558,29 @@ def test_layer_types_that_are_no_list_of_kinds_are_refused(value, tmp_path):
     )
     with pytest.raises(ConverterError):
         SourceModel.open(folder)
+
+
+class TestNamesInTheWild:
+    """What trainers and old releases call tensors; the logits are those of the plain checkpoint."""
+
+    @pytest.mark.parametrize("outer", ["pretrained_model.", "model.", "net.model."])
+    @pytest.mark.parametrize("value_head", [True, False])
+    def test_a_trainer_s_prefix_and_value_head_are_told(self, outer: str, value_head: bool, tmp_path: Path):
+        folder = models.save(models.gpt2(), tmp_path / "plain")
+        tensors = load_file(folder / "model.safetensors")
+        plain = SourceModel.open(folder)
+        wrapped = {f"{outer}{name}": tensor for name, tensor in tensors.items()}
+        if value_head:
+            wrapped["v_head.summary.weight"] = torch.ones(1, 4)
+        save_file(wrapped, folder / "model.safetensors", metadata={"format": "pt"})
+        found = SourceModel.open(folder)
+        assert found.used == plain.used
+        assert any(f"begin with '{outer}'" in note for note in found.notes)
+        assert any("value head" in each.reason for each in found.dropped) is value_head
+
+    def test_the_head_of_dialogpt(self, tmp_path: Path):
+        folder = models.save(models.gpt2(), tmp_path / "plain")
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.decoder.weight"] = tensors["transformer.wte.weight"].clone()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        assert SourceModel.open(folder).spec.tied_head

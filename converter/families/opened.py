@@ -44,6 +44,11 @@ if TYPE_CHECKING:
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
+#: The head in DialoGPT's own files.
+_DIALOGPT_HEAD = "lm_head.decoder.weight"
+_VALUE_HEAD = "a value head of reinforcement learning (TRL), which changes no logit"
+
+
 def opening_of(token_ids: Mapping[str, Any]) -> int | None:
     """The token that opens a document, among the special tokens of a model."""
     bos, eos = token_ids["bos_token_id"], token_ids["eos_token_id"]
@@ -66,8 +71,10 @@ class SourceModel:
         self.where = str(checkpoint.config_file)
         self._on_fault = on_fault
         self.family: Family = find_family(checkpoint.config, self.where)
+        self._name_notes: list[str] = []
         self.names = self._bare_names()
         self.dropped: list[Dropped] = [Dropped(name, reason) for name, reason in checkpoint.left_out.items()]
+        self.dropped += [Dropped(name, _VALUE_HEAD) for name in checkpoint.tensors if "v_head" in name.split(".")]
         config = ConfigReader(
             checkpoint.config, self.where, aliases=self.family.aliases, model_class=self.family.model_class
         )
@@ -81,7 +88,12 @@ class SourceModel:
             on_fault(error)
         self.config_accounts: dict[str, str] = config.accounts
         #: What a user should know of how config and files were read.
-        self.notes: list[str] = [*checkpoint.remarks, *self._how_the_family_is_known(), *config.notes]
+        self.notes: list[str] = [
+            *checkpoint.remarks,
+            *self._name_notes,
+            *self._how_the_family_is_known(),
+            *config.notes,
+        ]
         self._account_for_token_ids()
         #: Bare tensor name -> the roles it holds, as "layers.0.q.weight".
         self.used: dict[str, list[str]] = {}
@@ -263,8 +275,11 @@ class SourceModel:
 
     def _bare_names(self) -> dict[str, str]:
         names: dict[str, str] = {}
+        outer = self._outer_prefix()
         for name in self.checkpoint.tensors:
-            bare = self.family.bare_name(name)
+            bare = self.family.bare_name(name.removeprefix(outer))
+            if bare == _DIALOGPT_HEAD:
+                bare = self.family.head
             if bare in names:
                 self._on_fault(
                     CheckpointError(
@@ -277,6 +292,19 @@ class SourceModel:
                 )
             names[bare] = name
         return names
+
+    def _outer_prefix(self) -> str:
+        """What a trainer's class puts before all names of the model that it holds: "pretrained_model." or "model."."""
+        family, tensors = self.family, self.checkpoint.tensors
+        if any(family.bare_name(name) == family.embedding for name in tensors):
+            return ""
+        ends = [f".{family.prefix}{family.embedding}", f".{family.embedding}"]
+        found = next((name.removesuffix(end) + "." for end in ends for name in tensors if name.endswith(end)), "")
+        if found == family.prefix != "model.":  # written twice by a mistake, which is told by the names
+            return ""
+        if found:
+            self._name_notes.append(f"the names begin with '{found}', which a trainer put before the model's own")
+        return found
 
     def _decide_tie(self, config: ConfigReader) -> bool:
         """Ties are decided from the tensors: a trained head is never overwritten, a missing one never made up."""
@@ -306,9 +334,9 @@ class SourceModel:
                     expected[name] = shape
                     self.used.setdefault(name, []).extend(f"{block}.{role}" for role in mapping.roles)
         self._refuse_missing(expected)
-        accounted = {self.family.bare_name(drop.name) for drop in self.dropped} | set(expected)
+        dropped = {drop.name for drop in self.dropped}
         for bare, name in self.names.items():
-            if bare in accounted:
+            if bare in expected or name in dropped:
                 continue
             reason = next((drop.reason for drop in self.family.drops if drop.matches(bare)), None)
             if reason is None:

@@ -133,7 +133,11 @@ def _read_index(index: Path, on_fault: OnFault) -> dict[str, str]:
             on_fault(CheckpointError(what, where=str(index), tensor=tensor, fix="Download the index again"))
             continue
         paths = (PurePosixPath(shard), PureWindowsPath(shard))
-        if any(path.anchor or ".." in path.parts for path in paths):
+        folder = index.parent.resolve()
+        linked = (
+            not (index.parent / shard).parent.resolve().is_relative_to(folder)
+        )  # a file may be a link: the Hub's are
+        if linked or any(path.anchor or ".." in path.parts for path in paths):
             what = f"the index maps tensor '{tensor}' to '{shard}', outside the folder"
             why = "Shards are only read from beside their index"
             on_fault(CheckpointError(what, where=str(index), tensor=tensor, why=why))
