@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import models
 import pytest
@@ -32,6 +34,7 @@ from converter.healing.recorded import RecordedTeacher, _digests
 from converter.healing.run import heal
 from converter.healing.schedules import ramp, set_theta, theta_of
 from converter.healing.student import Teacher
+from converter.healing.trainee import Trainee
 from converter.healing.zero import check_config, zero_plugin
 from converter.losses import _REGISTRY
 from converter.measure.models import load_plain
@@ -175,6 +178,16 @@ def test_a_snapshot_without_all_its_parts_is_an_error_never_a_reset(run, tmp_pat
     damage(tmp_path / ".again.partial" / "work" / "step-00000006")
     with pytest.raises(CheckpointError, match=message):
         run("again", resume=True)
+
+
+def test_a_missing_part_of_a_snapshot_is_told_without_torch_s_traceback(tmp_path, caplog):
+    model = torch.nn.Linear(2, 2)
+    trainee = Trainee(SimpleNamespace(num_processes=1), None, model, torch.optim.AdamW(model.parameters()), 0.0)
+    trainee.save(tmp_path)
+    shutil.rmtree(tmp_path / "optimizer")
+    with pytest.raises(CheckpointError, match="optimizer state is missing"):
+        trainee.load(tmp_path)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_snapshot_under_another_name_than_its_own_is_none(run, healed, tmp_path):

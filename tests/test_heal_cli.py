@@ -60,6 +60,18 @@ def test_the_naive_start_is_healed_in_the_same_way(gpt2, llama, text, tmp_path):
     assert naive.best.kl == pytest.approx(report.best.kl, rel=1e-5)
 
 
+def test_the_naive_start_of_a_source_with_norms_behind_its_sublayers(text, tmp_path):
+    from converter.healing.run import heal
+
+    source = models.save(models.openai_gpt(), tmp_path / "source")
+    overrides = ("heal.tokens=320", "heal.context=40", "heal.sequences_per_step=4")
+    converted = models.save(models.llama(), tmp_path / "llama")
+    report = heal(converted, tmp_path / "out", teacher=source, text=[text], overrides=overrides, starts=["naive"])
+    (naive,) = report.controls
+    assert naive.name == "naive start"
+    assert naive.evaluations[0].kl > 0
+
+
 def test_upgrade_converts_and_heals_with_one_recipe(gpt2, text, tmp_path):
     out = tmp_path / "upgraded"
     recipe = tmp_path / "mine.yaml"

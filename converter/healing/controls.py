@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 
+from converter.conversion.recipe import load_recipe
 from converter.conversion.run import convert
 from converter.conversion.settings import HealSettings
 from converter.errors import ConverterError
@@ -24,6 +26,7 @@ from converter.healing.loop import HeldOutFigures
 from converter.healing.parts import Learner, make_loop, roles_of
 from converter.healing.snapshots import Snapshots
 from converter.measure.models import load_transformers
+from converter.ops import ops
 from converter.show.progress import Progress
 from converter.text.gather import HealTexts
 
@@ -67,7 +70,7 @@ def run_controls(
     if job.source is None:
         raise ConverterError("there is no source to compare with", fix="Name it with --teacher")
     controls = []
-    for name, settings, learner in _learners(job, accelerator, folder, fine_tuned, starts):
+    for name, settings, learner in _learners(job, texts, accelerator, folder, fine_tuned, starts):
         progress.say(f"Control: {name}, rate {settings.rate:g}.")
         own = folder / f"{name.replace(' ', '-')}-{settings.rate:g}"
         if accelerator.is_main_process:
@@ -83,7 +86,7 @@ def run_controls(
 
 
 def _learners(
-    job: Job, accelerator: Accelerator, folder: Path, fine_tuned: bool, starts: Sequence[Start]
+    job: Job, texts: HealTexts, accelerator: Accelerator, folder: Path, fine_tuned: bool, starts: Sequence[Start]
 ) -> Iterator[tuple[str, HealSettings, Learner]]:
     """Name, settings and model of each control, made when its turn comes."""
     assert job.source is not None
@@ -95,7 +98,7 @@ def _learners(
             yield "source fine-tuned", settings, Learner(load_transformers(job.source), roles_of(job.source))
     settings = dataclasses.replace(job.settings, target=0.0)
     if "naive" in starts:
-        naive = _naive(job, accelerator, folder)
+        naive = _naive(job, texts, accelerator, folder)
         yield "naive start", settings, Learner(load_transformers(naive), roles_of(naive), job.source, job.theta)
     if "random" in starts:
         model = load_transformers(job.converted)
@@ -104,14 +107,24 @@ def _learners(
         yield "random start", settings, Learner(fresh, roles_of(job.converted), job.source, job.theta)
 
 
-def _naive(job: Job, accelerator: Accelerator, folder: Path) -> SourceModel:
-    """The source converted by the baseline recipe, which fits nothing to anything."""
+def _naive(job: Job, texts: HealTexts, accelerator: Accelerator, folder: Path) -> SourceModel:
+    """The source converted by the baseline recipe, which fits nothing to anything; norms behind sublayers are moved."""
     assert job.source is not None
     target, source = folder / "naive", job.source.checkpoint.opened
+    recipe, source_spec = load_recipe(_NAIVE), job.source.spec
+    if not source_spec.pre_norm:
+        place = [step.name for step in recipe.steps].index("layernorm_to_rmsnorm")
+        steps = (*recipe.steps[:place], ops()["post_ln_to_pre_ln"](), *recipe.steps[place:])
+        recipe = dataclasses.replace(recipe, steps=steps, places=())
 
     def once() -> None:
         if not target.exists():
-            convert(source, target, recipe=_NAIVE, verify=False, overwrite=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            text = folder / "calibration.npy"  # that op takes means over text
+            ids = np.asarray(texts.corpus.ids[: recipe.calibration.tokens])
+            length = min(len(ids), job.context, source_spec.context)
+            np.save(text, ids[: len(ids) // length * length].reshape(-1, length))
+            convert(source, target, recipe=recipe, text=text, verify=False, overwrite=True)
 
     first(accelerator, once)
     return SourceModel.open(target)

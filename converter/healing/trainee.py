@@ -6,6 +6,7 @@ things in its own way: `converter.healing.zero`.
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -114,7 +115,7 @@ class Trainee:
 
     def _load(self, folder: Path, tensors: dict[str, Any]) -> None:
         try:
-            with _alone_is_meant():
+            with _alone_is_meant(), _without_tracebacks():
                 loader.load(tensors, checkpoint_id=folder, no_dist=self._alone)
         except (Exception, CheckpointException) as error:
             raise damaged(folder, error) from error
@@ -141,3 +142,14 @@ def _alone_is_meant() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
+
+
+@contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """torch logs a traceback of what is missing, then raises it: the error alone reaches the user."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.ERROR))
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
