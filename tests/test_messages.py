@@ -25,7 +25,6 @@ PLACED = {
     "families/mapping.py": "the walk names the step",
     "families/llama_meta.py": "make_plan names the recipe",
     "families/rotating.py": "the command line names the command",
-    "rope/direct_io.py": "the command line names the command",
     "files/tokenizer.py": "two tokenizers are compared, and the message names both",
     "files/writer.py": "a size of an option; the command line names the command",
 }
