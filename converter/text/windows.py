@@ -179,8 +179,9 @@ def windows(
     Where there is more than `max_tokens`, as many windows as fit are taken, spread evenly over all windows
     and so over all documents in proportion to their length; the same ones each time, or, with a `seed`,
     another selection as even. With an `end_of_text`, up to an eighth of them are windows with which a document really
-    ends, so that its end is seen. Then full windows come first, so that late positions are measured too; shorter
-    ones are taken only when no full one is left. Should not even one window fit, one is cut to `max_tokens`.
+    ends, so that its end is seen; of a long document such a window is full and overlaps the one before. Then full
+    windows come first, so that late positions are measured too; shorter ones are taken only when no full one is left.
+    Should not even one window fit, one is cut to `max_tokens`.
 
     Raises `ConverterError` where there is no window of two tokens.
     """
@@ -208,10 +209,16 @@ def windows(
     return Windows(ids, lengths, ended, end_of_text)
 
 
-def _starts(document: Document, context: int, end_of_text: int | None) -> range:
-    """Where the windows of a document begin: a last piece of one token is none, unless its end is to be predicted."""
-    last = 0 if document.ended and end_of_text is not None and len(document.ids) > 1 else 1
-    return range(0, len(document.ids) - last, context)
+def _starts(document: Document, context: int, end_of_text: int | None) -> list[int]:
+    """Where the windows of a document begin: a last piece of one token is none.
+
+    The last one before a real end reaches back until it is full: of short ones a fit would see less text in each step.
+    """
+    size = len(document.ids)
+    starts = [*range(0, size - 1, context)]
+    if document.ended and end_of_text is not None and size >= context:
+        starts = [*range(0, size - context, context), size - context]
+    return starts
 
 
 def _choose(lengths: Ids, ended: npt.NDArray[np.bool_], context: int, max_tokens: int, seed: int | None) -> list[int]:
