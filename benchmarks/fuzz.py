@@ -290,6 +290,8 @@ def main() -> None:
             failed += bool(case.faults)
             compared.update(case.compared)
             kinds.update({kind_of(fault) for fault in case.faults})
+            if (done := number - options.first + 1) % 100 == 0 and options.only is None:
+                print(f"{done} inputs, {failed} failed so far", file=sys.stderr, flush=True)
     seconds = time.perf_counter() - started
     print(f"{len(numbers)} inputs, {failed} failed, {seconds:.0f} s ({built:.0f} s to build); {dict(exits)}")
     print(f"Results held against others: {dict(compared)}")
