@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from converter.cli.main import main
+from converter.families.opened import SourceModel
 from converter.measure.models import load_plain
 
 SHORT = ("--tokens", "480", "--context", "40", "--set", "heal.sequences_per_step=4", "--set", "heal.rate=3e-3")
@@ -46,6 +47,8 @@ def test_heal_with_its_controls(gpt2, llama, text, tmp_path):
     assert (out / "figures" / "healing.png").stat().st_size > 10_000
     conversion = json.loads((out / "conversion.json").read_text())
     assert conversion["verification"]["total"]["kl"] == record["after"]["total"]["kl"]
+    stored = SourceModel.open(out).checkpoint.total_bytes
+    assert (conversion["target_cost"]["bytes"], conversion["spec"]["context"]) == (stored, 72)
     card = (out / "README.md").read_text()
     assert card.index("## What each step cost") < card.index("## Healing")
 

@@ -17,6 +17,7 @@ from converter.files.record import read_record, save_record
 from converter.healing.controls import Control
 from converter.healing.loop import HeldOutFigures
 from converter.measure.metrics import Comparison
+from converter.reference import flops_per_token
 from converter.show.card import card_section
 from converter.show.figures import draw_healing
 
@@ -132,4 +133,7 @@ def _carry_record(report: HealReport, converted: Path, folder: Path) -> None:
     healed = SourceModel.open(folder)
     after = report.after.to_dict() if report.after else None
     content = {**record.content, "target": report.target.name, "verification": after}
+    if isinstance(cost := content.get("target_cost"), dict):
+        flops = flops_per_token(healed.spec, healed.spec.context)
+        content["target_cost"] = {**cost, "bytes": healed.checkpoint.total_bytes, "flops_per_token": flops}
     save_record(folder, described(healed, content, healed.declared_layout), source_digests(healed))
