@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from converter.measure.metrics import Comparison
     from converter.measure.verify import verify
     from converter.ops import Calibration, Op
-    from converter.rope.detect import detect as detect_rope
+    from converter.rope.swap import detect as detect_rope
     from converter.rope.swap import swap as swap_rope
     from converter.text.sources import TokenFile
 
@@ -79,7 +79,7 @@ _HOMES = {
     "TokenFile": "text.sources",
     "check": "measure.check",
     "convert": "conversion.run",
-    "detect_rope": "rope.detect:detect",
+    "detect_rope": "rope.swap:detect",
     "evaluate": "measure.evaluate",
     "heal": "healing.run",
     "inspect": "measure.inspect",

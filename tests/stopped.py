@@ -167,7 +167,7 @@ def _figures_are_quick() -> Iterator[None]:
 
     with (
         mock.patch("converter.conversion.finish.draw_figures", draw),
-        mock.patch("converter.healing.report.draw_healing", draw),
+        mock.patch("converter.healing.records.draw_healing", draw),
     ):
         yield
 

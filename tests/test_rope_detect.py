@@ -20,9 +20,9 @@ from converter.cli.main import main
 from converter.errors import ConverterError
 from converter.families.opened import SourceModel
 from converter.layout import swap_rows
-from converter.rope.detect import LEAST_SCORE, Detection, detect, detect_layers
+from converter.rope.detect import LEAST_SCORE, Detection, detect_layers
 from converter.rope.hypotheses import hypotheses
-from converter.rope.swap import swap
+from converter.rope.swap import detect, swap
 from converter.spec import ModelSpec, RopeLayout
 
 INTERLEAVED, HALF_SPLIT = RopeLayout.INTERLEAVED, RopeLayout.HALF_SPLIT

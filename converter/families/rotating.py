@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -20,7 +20,32 @@ from converter.layout import Rows, check_rows, head_counts, row_order
 from converter.spec import ModelSpec, RopeLayout
 
 if TYPE_CHECKING:
-    from converter.families.opened import SourceModel
+    from converter.families import Family
+    from converter.files.checkpoint import Checkpoint
+
+
+class Opened(Protocol):
+    """What is asked of an opened checkpoint here, and by the detection of layouts: `SourceModel` has it."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Its facts."""
+
+    @property
+    def family(self) -> Family:
+        """What its config and its names mean."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Its files."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that most parameters are stored in."""
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The family's name of each tensor -> the name in the files."""
 
 
 def stored_order(mapping: TensorMapping, spec: ModelSpec, to: RopeLayout, rows: int, name: str) -> Rows | None:
@@ -56,7 +81,7 @@ def stored_rows(mapping: TensorMapping, rows: int) -> dict[str, Rows]:
     return {role: part.reshape(-1).numpy() for role, part in zip(mapping.roles, parts, strict=True)}
 
 
-def rotating_mappings(source: SourceModel) -> Iterator[tuple[int, TensorMapping]]:
+def rotating_mappings(source: Opened) -> Iterator[tuple[int, TensorMapping]]:
     """Layer and mapping of every tensor that a swap touches."""
     rope = source.spec.rope
     assert rope is not None
@@ -68,7 +93,7 @@ def rotating_mappings(source: SourceModel) -> Iterator[tuple[int, TensorMapping]
                     yield index, mapping
 
 
-def stored_orders(source: SourceModel, to: RopeLayout) -> Iterator[tuple[str, Rows]]:
+def stored_orders(source: Opened, to: RopeLayout) -> Iterator[tuple[str, Rows]]:
     """Family's name of each tensor that a swap to layout `to` touches, and the order of its rows."""
     for _, mapping in rotating_mappings(source):
         for bare in mapping.names:
@@ -78,13 +103,13 @@ def stored_orders(source: SourceModel, to: RopeLayout) -> Iterator[tuple[str, Ro
                 yield bare, order
 
 
-def source_digests(source: SourceModel) -> Digests:
+def source_digests(source: Opened) -> Digests:
     """What a record has to say in order to speak of this checkpoint's weights."""
     names = [name for _, mapping in rotating_mappings(source) for name in mapping.names] if source.spec.rope else []
     return digests(source.checkpoint, [source.names[name] for name in names])
 
 
-def described(source: SourceModel, content: Mapping[str, Any], layout: RopeLayout | None) -> dict[str, Any]:
+def described(source: Opened, content: Mapping[str, Any], layout: RopeLayout | None) -> dict[str, Any]:
     """The content of a record, brought up to date with what a checkpoint's files are; its head rows are in `layout`."""
     rope = source.spec.rope
     if rope is None or layout is None:

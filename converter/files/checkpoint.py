@@ -17,9 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converter.errors import CheckpointError, OnFault, raise_fault, reporting
-from converter.files.container import Contents, WeightFile, find_container
+from converter.files.container import Container, Contents, WeightFile, refuse_placeholder, refuse_special
+from converter.files.gguf import GGUFContainer
 from converter.files.hub import hub_id
+from converter.files.huggingface import HuggingFaceFolder
+from converter.files.llama_meta import LlamaMetaFolder
+from converter.files.nanogpt import NanoGPTFile
 from converter.files.safetensors import SafetensorsFile, num_bytes
+from converter.files.strangers import told_by_name
 
 if TYPE_CHECKING:
     import torch
@@ -198,3 +203,19 @@ def _sha256(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def find_container(path: Path) -> Container:
+    """The kind that a path is of, special kinds before general ones; raises where it is none."""
+    if not path.exists():
+        raise CheckpointError("there is no such file or folder", where=str(path), fix="Check the spelling")
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if not file.name.startswith("."):
+            refuse_special(file)
+    for container in (NanoGPTFile(), LlamaMetaFolder(), GGUFContainer(), HuggingFaceFolder()):
+        if container.recognises(path):
+            return container
+    refuse_placeholder(path)
+    told = None if path.with_name("config.json").exists() else told_by_name([path.name])
+    what, fix = told[1:] if told else ("a file", f"Give the folder that holds it: {path.parent}")
+    raise CheckpointError(f"this is {what}", where=str(path), fix=fix)

@@ -1,7 +1,7 @@
 """Containers: how a checkpoint lies on the disk. One small file for each kind.
 
 Whatever its kind, a container is opened by its headers and gives a config, and weight files that are read
-one tensor at a time. To add one, write a file here with a `Container` and name it in `find_container`.
+one tensor at a time. To add one, write a file here with a `Container` and name it in `checkpoint.find_container`.
 
 The rules bring what is wrong to `on_fault`, and go on where something is left to look at: so opening stops
 at the first fault, and `converter check` lists them all, by the same rules.
@@ -19,7 +19,7 @@ from converter.errors import CheckpointError, OnFault
 from converter.files.json_text import parse_json
 from converter.files.pickles import TorchFile
 from converter.files.safetensors import Layout, SafetensorsFile
-from converter.files.strangers import refuse_other_format, refuse_stranger, told_by_name
+from converter.files.strangers import refuse_other_format, refuse_stranger
 
 if TYPE_CHECKING:
     import torch
@@ -70,27 +70,6 @@ class Container(ABC):
     @abstractmethod
     def open(self, path: Path, on_fault: OnFault) -> Contents:
         """The contents. Raises a `CheckpointError` where a fault leaves nothing to go on with."""
-
-
-def find_container(path: Path) -> Container:
-    """The kind that a path is of, special kinds before general ones; raises where it is none."""
-    from converter.files.gguf import GGUFContainer
-    from converter.files.huggingface import HuggingFaceFolder
-    from converter.files.llama_meta import LlamaMetaFolder
-    from converter.files.nanogpt import NanoGPTFile
-
-    if not path.exists():
-        raise CheckpointError("there is no such file or folder", where=str(path), fix="Check the spelling")
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if not file.name.startswith("."):
-            refuse_special(file)
-    for container in (NanoGPTFile(), LlamaMetaFolder(), GGUFContainer(), HuggingFaceFolder()):
-        if container.recognises(path):
-            return container
-    refuse_placeholder(path)
-    told = None if path.with_name("config.json").exists() else told_by_name([path.name])
-    what, fix = told[1:] if told else ("a file", f"Give the folder that holds it: {path.parent}")
-    raise CheckpointError(f"this is {what}", where=str(path), fix=fix)
 
 
 def open_weights(path: Path, on_fault: OnFault) -> WeightFile:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,8 +21,8 @@ from converter.errors import ConverterError
 from converter.families.opened import SourceModel
 from converter.healing.job import Job
 from converter.healing.launch import first
-from converter.healing.loop import HeldOutFigures
 from converter.healing.parts import Learner, make_loop, roles_of
+from converter.healing.report import Control
 from converter.healing.snapshots import Snapshots
 from converter.measure.models import load_transformers
 from converter.ops import ops
@@ -39,17 +38,6 @@ _RATES = (1.0, 3.0, 10.0)
 _NAIVE = "gpt2-to-llama-naive"
 
 Start = Literal["naive", "random"]
-
-
-@dataclass(frozen=True)
-class Control:
-    """A model that was trained on the same batches: what it was, its rate, and its best evaluation."""
-
-    name: str
-    rate: float
-    best: HeldOutFigures
-    evaluations: tuple[HeldOutFigures, ...]
-    tokens: int
 
 
 def run_controls(

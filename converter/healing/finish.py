@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converter.files.output import OutputFolder
-from converter.healing import report as records
+from converter.healing import records
 from converter.healing.controls import Start, run_controls
 from converter.healing.export import check_export, export_weights, layout_of
 from converter.healing.export import write_metadata as write_files

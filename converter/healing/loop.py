@@ -12,7 +12,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from converter.files.json_text import to_json
 from converter.healing.batches import Batches, Sequences
 from converter.healing.optimizer import rate_at, set_rate
 from converter.healing.recorded import RecordedTeacher
+from converter.healing.report import HeldOutFigures
 from converter.healing.schedules import ramp, set_theta
 from converter.healing.snapshots import Snapshots
 from converter.healing.student import Answer, Sums, Teacher
@@ -44,24 +45,6 @@ class InterruptedRunError(ConverterError):
     """The run was told to stop, and has saved where it is."""
 
     exit_code = 143  # 128 + SIGTERM, as shells have it
-
-
-@dataclass(frozen=True)
-class HeldOutFigures:
-    """Held-out losses by name, in nats per token, after so many steps. Each is plain: unweighted, at its defaults."""
-
-    step: int
-    losses: Mapping[str, float]
-
-    @property
-    def loss(self) -> float:
-        """The cross-entropy with the text."""
-        return self.losses["ce"]
-
-    @property
-    def kl(self) -> float | None:
-        """The KL to the teacher, where there is one."""
-        return self.losses.get("kl")
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,44 @@
-"""What a healing run did: `healing.json`, and the records of the conversion brought up to date."""
+"""What a healing run did: the typed report that `healing.json` holds."""
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from converter.conversion.settings import HealSettings
-from converter.families.opened import SourceModel
-from converter.families.rotating import described, source_digests
-from converter.files.json_text import write_json
-from converter.files.record import read_record, save_record
-from converter.healing.controls import Control
-from converter.healing.loop import HeldOutFigures
 from converter.measure.metrics import Comparison
-from converter.reference import flops_per_token
-from converter.show.card import card_section
-from converter.show.figures import draw_healing
+
+
+@dataclass(frozen=True)
+class HeldOutFigures:
+    """Held-out losses by name, in nats per token, after so many steps. Each is plain: unweighted, at its defaults."""
+
+    step: int
+    losses: Mapping[str, float]
+
+    @property
+    def loss(self) -> float:
+        """The cross-entropy with the text."""
+        return self.losses["ce"]
+
+    @property
+    def kl(self) -> float | None:
+        """The KL to the teacher, where there is one."""
+        return self.losses.get("kl")
+
+
+@dataclass(frozen=True)
+class Control:
+    """A model that was trained on the same batches: what it was, its rate, and its best evaluation."""
+
+    name: str
+    rate: float
+    best: HeldOutFigures
+    evaluations: tuple[HeldOutFigures, ...]
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -99,41 +118,3 @@ def _evaluations(saved: Iterable[Mapping[str, Any]]) -> tuple[HeldOutFigures, ..
 def comparisons_from(saved: Mapping[str, Any]) -> dict[str, Any]:
     """`before` and `after`, from plain values."""
     return {name: Comparison.from_dict(saved[name]) if saved.get(name) else None for name in ("before", "after")}
-
-
-def write_record(report: HealReport, converted: Path, folder: Path) -> None:
-    """`healing.json`, and the conversion's own record, brought up to date."""
-    record = report.to_dict()
-    del record["tokens_per_second"]
-    write_json(folder / "healing.json", record)
-    _carry_record(report, converted, folder)
-
-
-def write_figures(report: HealReport, converted: Path, folder: Path) -> None:
-    """The conversion's figures, and the curves."""
-    figures = folder / "figures"
-    if (converted / "figures").is_dir():
-        shutil.copytree(converted / "figures", figures, dirs_exist_ok=True)
-    figures.mkdir(exist_ok=True)
-    draw_healing(report.evaluations, report.controls, report.after, report.labels, figures / "healing.png")
-
-
-def write_card(report: HealReport, converted: Path, folder: Path) -> None:
-    """The conversion's card, with a section about the healing."""
-    card = converted / "README.md"
-    before = card.read_text(encoding="utf-8") if card.is_file() else f"# {report.target.name}\n"
-    (folder / "README.md").write_text(before + card_section(report), encoding="utf-8")
-
-
-def _carry_record(report: HealReport, converted: Path, folder: Path) -> None:
-    """The conversion's record, brought up to date with the files of the healed checkpoint and what was measured."""
-    record = read_record(converted)
-    if record is None:
-        return
-    healed = SourceModel.open(folder)
-    after = report.after.to_dict() if report.after else None
-    content = {**record.content, "target": report.target.name, "verification": after}
-    if isinstance(cost := content.get("target_cost"), dict):
-        flops = flops_per_token(healed.spec, healed.spec.context)
-        content["target_cost"] = {**cost, "bytes": healed.checkpoint.total_bytes, "flops_per_token": flops}
-    save_record(folder, described(healed, content, healed.declared_layout), source_digests(healed))

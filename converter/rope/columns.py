@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from converter.errors import CheckpointError, UnsupportedError
-from converter.families.opened import SourceModel
-from converter.families.rotating import rotating_mappings, stored_rows
+from converter.families.rotating import Opened, rotating_mappings, stored_rows
 from converter.files.checkpoint import TensorInfo
 from converter.layout import head_counts
 from converter.rope.direct_io import PIECE, mapped
@@ -28,7 +27,7 @@ _NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "
 
 
 def layer_columns(
-    source: SourceModel, columns: Callable[[int], slice], places: Places | None = None
+    source: Opened, columns: Callable[[int], slice], places: Places | None = None
 ) -> Iterator[tuple[int, dict[str, Columns]]]:
     """Each rotating layer with its roles of q and k: `columns(layer)` of the weights, biases and norms whole.
 
@@ -49,7 +48,7 @@ def layer_columns(
     yield from layers.items()
 
 
-def _read(source: SourceModel, info: TensorInfo, columns: slice, places: Places | None) -> Columns:
+def _read(source: Opened, info: TensorInfo, columns: slice, places: Places | None) -> Columns:
     """(rows, columns) of one tensor, in fp32, or fp64 where it is stored so."""
     if info.dtype not in _NUMPY:
         raise UnsupportedError(

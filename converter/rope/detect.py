@@ -27,13 +27,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from converter.families.opened import SourceModel
+from converter.families.rotating import Opened
 from converter.rope.columns import Columns, layer_columns
 from converter.rope.hypotheses import Order, query_key_hypotheses, undone
 from converter.spec import ModelSpec, RopeLayout
@@ -79,19 +78,14 @@ class Detection:
         return asdict(self)
 
 
-def detect(path: str | Path) -> Detection:
-    """The layout of a checkpoint, from its headers, q and k. Raises a ConverterError where it cannot be opened."""
-    return detect_source(SourceModel.open(path))
-
-
-def detect_source(source: SourceModel) -> Detection:
+def detect_source(source: Opened) -> Detection:
     """The layout of an opened checkpoint."""
     if source.spec.rope is None:
         return Detection("none", 1.0, None, "none", "none", 0.0, 0.0, 0.0, reason="the family has no RoPE")
     return detect_layers(query_key_layers(source), source.spec)
 
 
-def query_key_layers(source: SourceModel) -> Iterator[tuple[Columns, Columns]]:
+def query_key_layers(source: Opened) -> Iterator[tuple[Columns, Columns]]:
     """`COLUMNS` columns of q and k of each layer that rotates, with their biases as one more column."""
     for _, roles in layer_columns(source, lambda layer: slice(0, COLUMNS)):
         q, k = (

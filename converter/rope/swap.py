@@ -58,6 +58,11 @@ def open_source(path: Path) -> SourceModel:
     return SourceModel.open(path)
 
 
+def detect(path: str | Path) -> Detection:
+    """The layout of a checkpoint, from its headers, q and k. Raises a ConverterError where it cannot be opened."""
+    return detect_source(SourceModel.open(path))
+
+
 def swap(
     source: str | Path,
     target: str | Path,

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from converter.conversion.report import StepReport
-    from converter.healing.controls import Control
-    from converter.healing.loop import HeldOutFigures
+    from converter.healing.report import Control, HeldOutFigures
     from converter.measure.metrics import Comparison
 
 _SOURCE, _RESULT, _LOSSY, _EXACT = "#4c72b0", "#c44e52", "#c44e52", "#55a868"
