@@ -167,6 +167,10 @@ def flip(file: Path) -> None:
         (lambda snapshot: shutil.rmtree(snapshot / "optimizer"), "optimizer state is missing"),
         (lambda snapshot: next((snapshot / "model").glob("*.distcp")).unlink(), "model state is missing"),
         (lambda snapshot: (snapshot / "state.json").write_text("{"), "record of an unfinished run is damaged"),
+        (
+            lambda snapshot: (snapshot.parents[1] / "result" / "metrics.jsonl").write_text("[1]\n"),
+            "record of an unfinished run is damaged",
+        ),
         (lambda snapshot: flip(snapshot / "random-0.pt"), "random-0 state is missing or damaged"),
         (lambda snapshot: flip(next((snapshot / "model").glob("*.distcp"))), "model state is missing or damaged"),
         (lambda snapshot: flip(snapshot / "state.json"), "record of an unfinished run is damaged"),

@@ -26,6 +26,7 @@ from accelerate import Accelerator
 from converter.conversion.settings import HealSettings
 from converter.errors import ConverterError
 from converter.files.json_text import to_json
+from converter.files.output import damaged_work
 from converter.healing.batches import Batches, Sequences
 from converter.healing.optimizer import rate_at, set_rate
 from converter.healing.recorded import RecordedTeacher
@@ -276,8 +277,11 @@ class _Metrics:
         if writes:
             kept = []
             if start and path.is_file():
-                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-                kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+                try:
+                    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
+                except (ValueError, TypeError, KeyError, RecursionError) as error:
+                    raise damaged_work(path, error) from error
             path.write_text("".join(kept), encoding="utf-8")
             self._file = path.open("a", encoding="utf-8")
 
