@@ -96,6 +96,10 @@ def reporting(on_fault: OnFault, path: Path) -> Iterator[None]:
         on_fault(CheckpointError(what, where=str(error.filename or path), fix=fix))
 
 
+class UnfinishedSwapError(CheckpointError):
+    """Rows are being moved in place, or were when a swap was stopped."""
+
+
 class UnsupportedError(ConverterError):
     """The checkpoint is sound, but its architecture is not one that this step can represent."""
 

@@ -394,7 +394,11 @@ class TestInPlace:
                 swap_in_place(folder, to=INTERLEAVED)
         with pytest.raises(ConverterError, match="unfinished swap to interleaved"):
             swap_in_place(folder, to=HALF_SPLIT)
+        with pytest.raises(CheckpointError, match="its rows are in two layouts"):  # nobody reads it meanwhile
+            SourceModel.open(folder)
+        assert any("its rows are in two layouts" in fault.what for fault in check(folder))
         assert roll_back(folder)
+        assert not check(folder)
         assert not roll_back(folder)
 
     @pytest.mark.parametrize("name", ["old", "plan"])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converter.errors import CheckpointError, OnFault, raise_fault, reporting
+from converter.errors import CheckpointError, OnFault, UnfinishedSwapError, raise_fault, reporting
 from converter.files.container import Container, Contents, WeightFile, refuse_placeholder, refuse_special
 from converter.files.gguf import GGUFContainer
 from converter.files.hub import hub_id
@@ -45,6 +45,10 @@ class TensorInfo:
     dtype: str
     file: Path
     nbytes: int
+
+
+#: What is there while rows are moved in place: which ones, and where to (`converter.rope.journal`).
+SWAP_PLAN = Path(".rope-swap", "plan")
 
 
 class Checkpoint:
@@ -77,6 +81,14 @@ class Checkpoint:
         path = Path(path)
         with reporting(raise_fault, path):
             container = find_container(path)
+        if (path if path.is_dir() else path.parent).joinpath(SWAP_PLAN).exists():
+            on_fault(
+                UnfinishedSwapError(
+                    "an in-place swap of RoPE layouts was stopped half-way here, so its rows are in two layouts",
+                    where=str(path),
+                    fix="Finish it with the same command again, or undo it with `converter rope swap --roll-back`",
+                )
+            )
         contents = Contents({}, path, {})
         with reporting(on_fault, path):
             contents = container.open(path, on_fault)

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from converter.errors import CheckpointError
+from converter.files.checkpoint import SWAP_PLAN
 from converter.files.output import fsync
 from converter.files.record import RECORD
 from converter.rope.direct_io import PAGE, PIECE, NewFile, aligned_buffer, beside, mapped, write_at
@@ -37,7 +38,7 @@ from converter.rope.moves import Move
 from converter.rope.settle import Settlement
 from converter.spec import RopeLayout
 
-FOLDER = ".rope-swap"
+FOLDER = SWAP_PLAN.parent
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Journal:
 
     def __init__(self, checkpoint: Path) -> None:
         self.root, self.folder = checkpoint, checkpoint / FOLDER
-        self.old, self.plan = self.folder / "old", self.folder / "plan"
+        self.old, self.plan = self.folder / "old", checkpoint / SWAP_PLAN
         self.old_sums: list[int] = []
 
     def load(self) -> Plan | None:

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from converter.errors import CheckpointError, ConverterError
+from converter.errors import CheckpointError, ConverterError, UnfinishedSwapError
 from converter.families.opened import SourceModel
 from converter.families.rotating import source_digests
+from converter.files.checkpoint import Checkpoint
 from converter.files.output import disk_errors
 from converter.files.record import RECORD, record_text
 from converter.rope.direct_io import beside
@@ -81,10 +82,15 @@ def _resume(journal: Journal, plan: Plan, to: RopeLayout, say: Say) -> SwapRepor
             fix=f"Finish it with --to {plan.to.value}, or undo it with --roll-back",
         )
     say("Going on with a swap that was interrupted.")
-    opened = open_source(journal.root)
+    opened = SourceModel(Checkpoint.open(journal.root, _but_for_the_swap))
     before = read_rows(opened, {move.name: (journal.old, place) for place, move in journal.places(plan.moves)})
     journal.apply(plan.moves, untouched=False)
     return _finish(opened, journal, plan, before)
+
+
+def _but_for_the_swap(fault: ConverterError) -> None:
+    if not isinstance(fault, UnfinishedSwapError):
+        raise fault
 
 
 def _finish(source: SourceModel, journal: Journal, plan: Plan, before: Rows) -> SwapReport:
