@@ -27,7 +27,7 @@ class Table(rich.table.Table):
     """A table that shows the texts of users' files as they are."""
 
     def __init__(self, title: str, show_header: bool = True) -> None:
-        super().__init__(title=printable(title), show_header=show_header)
+        super().__init__(title=printable(title), title_justify="left", show_header=show_header)
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         super().add_row(*(printable(cell) if isinstance(cell, str) else cell for cell in cells), **options)
