@@ -250,7 +250,7 @@ def test_the_token_behind_a_real_end_is_a_target():
 
 def test_held_out_windows_have_the_same_targets():
     documents = [Document("", np.arange(1, 6), ended=True), Document("", np.arange(6, 14), ended=True)]
-    cut = windows(documents, 8, None, end_of_text=0)
+    cut = windows(documents, 9, None, end_of_text=0)
     found = sequences_of(cut, 1).targets.tolist()
     assert found == [[2, 3, 4, 5, 0, *[IGNORE] * 3], [7, 8, 9, 10, 11, 12, 13, 0]]
 

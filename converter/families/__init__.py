@@ -22,7 +22,7 @@ from converter.families.config import ConfigReader
 from converter.families.fields import ACTIVATIONS, Fields, read_facts
 from converter.families.holding import ANY_DECODER, refuse_others
 from converter.families.mapping import Direct, Drop, FusedLayout, FusedQKV, Shared, TensorMapping, Transposed
-from converter.families.strangers import what_it_is
+from converter.families.unknown import what_it_is
 from converter.spec import Activation, ModelSpec, Norm, RopeLayout
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from converter.errors import ConverterError, at
-from converter.text import streams
+from converter.text import sequential
 from converter.text.sources import IdRows, IdStream, Lines, PlainText, Raw, Rows, Source, Text, expand, texts_of
 from converter.text.tokens import Ids, ModelTokens, encode
 
@@ -30,11 +30,11 @@ _BATCH = 1 << 20
 #: A dataset of the Hub is read as if it were a file of this size: nobody knows.
 _HUB_BYTES = 1 << 27
 _ROW_READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
-    ".json": streams.json_values,
-    ".csv": partial(streams.table, delimiter=","),
-    ".tsv": partial(streams.table, delimiter="\t"),
-    ".parquet": streams.parquet,
-    ".arrow": streams.arrow,
+    ".json": sequential.json_values,
+    ".csv": partial(sequential.table, delimiter=","),
+    ".tsv": partial(sequential.table, delimiter="\t"),
+    ".parquet": sequential.parquet,
+    ".arrow": sequential.arrow,
 }
 _LINES = (".jsonl", ".ndjson", ".jsonlines")
 
@@ -135,12 +135,12 @@ def _source(named: Path | str, tokens: ModelTokens, token_bytes: int | None, rea
     count = partial(reading.count, name)
     if isinstance(named, str):
         tokens.reader(name)
-        return Rows(name, _HUB_BYTES, lambda: texts_of(streams.hub(name), name, count))
+        return Rows(name, _HUB_BYTES, lambda: texts_of(sequential.hub(name), name, count))
     if named.is_dir():
         tokens.reader(name)
         size = sum(file.stat().st_size for file in named.rglob("*.arrow"))
-        return Rows(name, size, lambda: texts_of(streams.saved(named), name, count))
-    compressed = named.suffix.lower() in streams.COMPRESSED
+        return Rows(name, size, lambda: texts_of(sequential.saved(named), name, count))
+    compressed = named.suffix.lower() in sequential.COMPRESSED
     kind = (named.with_suffix("") if compressed else named).suffix.lower()
     if kind in (".npy", ".bin"):
         if compressed:
@@ -153,9 +153,9 @@ def _source(named: Path | str, tokens: ModelTokens, token_bytes: int | None, rea
     if kind in _LINES or kind in _ROW_READERS:
         if compressed and kind in (".parquet", ".arrow"):
             raise ConverterError(f"A {kind} is compressed inside", where=name, fix="Unpack it first")
-        rows = streams.lines if kind in _LINES else _ROW_READERS[kind]
+        rows = sequential.lines if kind in _LINES else _ROW_READERS[kind]
         return Rows(name, size, lambda: texts_of(rows(named), name, count))
-    return Rows(name, size, lambda: streams.plain(named, separator)) if compressed else PlainText(named, separator)
+    return Rows(name, size, lambda: sequential.plain(named, separator)) if compressed else PlainText(named, separator)
 
 
 def _visits(sources: Sequence[Source]) -> Iterator[tuple[int, int, Raw]]:
