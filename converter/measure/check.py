@@ -112,15 +112,7 @@ def _look_inside(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Fault]:
     if tensor.ndim != 2:
         return
     rows, dead = tensor.shape[0], count_dead_rows(tensor)
-    if dead == rows and not _has_bias(checkpoint, info):
-        what = f"tensor '{info.name}' is zero throughout: it was never filled, or its bytes were lost"
-        yield Fault(info.file, info.name, what, "Download or copy the file again.")
-    elif dead:
-        what = f"tensor '{info.name}' has {dead} of {rows} rows that are zero throughout"
+    if dead:  # a pruned model has such weights, so they are no fault
+        much = "zero throughout: pruned, never filled, or its bytes were lost"
+        what = f"tensor '{info.name}' " + (f"is {much}" if dead == rows else f"has {dead} of {rows} rows of zeros")
         yield Fault(info.file, info.name, what, remark=True)
-
-
-def _has_bias(checkpoint: Checkpoint, info: TensorInfo) -> bool:
-    """Whether a linear still computes something without its weight: a bias that is not zero."""
-    bias = checkpoint.tensors.get(info.name.removesuffix("weight") + "bias")
-    return bias is not None and bool(checkpoint.read(bias.name).any())
