@@ -298,3 +298,19 @@ def test_the_work_of_an_unfinished_run_is_believed_only_as_it_was_written(damage
     path.write_text(damage(path.read_text()))
     with pytest.raises(CheckpointError, match="the record of an unfinished run is damaged"):
         read_whole(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_nothing_is_written_through_what_took_the_place_of_a_file(kind: str, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    with OutputFolder(tmp_path / "out") as output:
+        output.keep()
+    place = output.partial / "model.safetensors"
+    os.mkfifo(place) if kind == "pipe" else place.symlink_to(outside)
+    with (
+        pytest.raises(CheckpointError, match="a link, a pipe or a device"),
+        OutputFolder(tmp_path / "out", resume=True),
+    ):
+        pass
+    assert outside.read_text() == "mine"

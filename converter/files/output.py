@@ -88,6 +88,9 @@ class OutputFolder:
             self._remove()
         self._made_parents = [parent for parent in self.target.parents if not parent.exists()]
         self.resumed = self._kept = self.partial.exists()
+        for file in self.root.rglob("*") if self.resumed else ():
+            if file.is_symlink() or not (file.is_file() or file.is_dir()):
+                raise damaged_work(file, ValueError("it is a link, a pipe or a device, and would be written through"))
         for folder in (self.partial, self.work):  # in this order: see `finished`
             folder.mkdir(parents=True, exist_ok=True)
 

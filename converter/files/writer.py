@@ -153,7 +153,8 @@ class CheckpointWriter:
                         fix="Use --overwrite to start again.",
                     )
                 return
-            with file.open("wb") as handle:
+            file.unlink(missing_ok=True)  # never written through: a link would lead elsewhere, a pipe would wait
+            with file.open("xb") as handle:
                 handle.write(header)
                 handle.flush()
                 _allocate(handle.fileno(), size)
@@ -208,7 +209,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _has_header(file: Path, header: bytes, size: int) -> bool:
-    if not file.exists() or file.stat().st_size != size:
+    if file.is_symlink() or not file.is_file() or file.stat().st_size != size:
         return False
     with file.open("rb") as handle:
         return handle.read(len(header)) == header
