@@ -7,8 +7,9 @@ import os
 
 _BEFORE_TORCH = {
     # A thread that waits for the others of its sum sleeps. By default it spins for milliseconds, and beside programs
-    # that keep the cores busy it spins away the time that the others need: there a forward took 6 times as long, and 5
-    # times the CPU seconds (`benchmarks/busy.py`). The first is for GNU's OpenMP, the second for LLVM's and Intel's.
+    # that keep the cores busy it spins away the time that the others need. With this a conversion beside two such
+    # programs on two cores took 1.5 times its idle time, for no more CPU seconds (`benchmarks/busy.py`). The first is
+    # for GNU's OpenMP, the second for LLVM's and Intel's.
     "OMP_WAIT_POLICY": "passive",
     "KMP_BLOCKTIME": "0",
     # A conversion lays out each large tensor in fresh memory. In huge pages, where the system leaves them to programs
