@@ -12,8 +12,8 @@ import converter
 ROOT = Path(converter.__file__).parent
 #: From the bottom: what a room may import stands before it. `show` draws what it is given and knows types only.
 ORDER = (
-    *("errors", "spec", "blocks", "layout", "reference", "files", "show", "families", "text", "ops", "measure"),
-    *("losses", "conversion", "rope", "healing", "cli"),
+    *("errors", "registry", "spec", "blocks", "layout", "reference", "files", "show", "families", "text", "ops"),
+    *("measure", "losses", "conversion", "rope", "healing", "cli"),
 )
 
 

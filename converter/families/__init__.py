@@ -7,12 +7,8 @@ package under the entry point group `converter.families` (docs/plug-ins.md).
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -23,6 +19,7 @@ from converter.families.fields import ACTIVATIONS, Fields, read_facts
 from converter.families.holding import ANY_DECODER, refuse_others
 from converter.families.mapping import Direct, Drop, FusedLayout, FusedQKV, Shared, TensorMapping, Transposed
 from converter.families.unknown import what_it_is
+from converter.registry import Registry
 from converter.spec import Activation, ModelSpec, Norm, RopeLayout
 
 if TYPE_CHECKING:
@@ -192,29 +189,18 @@ class TargetFamily(Family):
 
 
 F = TypeVar("F", bound=type[Family])
-_REGISTRY: dict[str, Family] = {}
+_REGISTRY: Registry[Family] = Registry(__name__)
 
 
 def family(cls: F) -> F:
     """Register a family under its name."""
-    if cls.name in _REGISTRY:
-        raise ValueError(f"two families are called '{cls.name}'")
-    _REGISTRY[cls.name] = cls()
+    _REGISTRY.add(cls.name, cls())
     return cls
-
-
-@cache
-def _load_all() -> None:
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-    for entry in entry_points(group="converter.families"):
-        entry.load()
 
 
 def families() -> Mapping[str, Family]:
     """Every family, by name."""
-    _load_all()
-    return _REGISTRY
+    return _REGISTRY.load()
 
 
 def get_family(name: str) -> Family:

@@ -22,7 +22,7 @@ def write_companions(source: SourceModel, folder: Path) -> None:
     """
     write_json(folder / "generation_config.json", generation_config(source))
     if write_tokenizer(source.checkpoint.path, folder):
-        before, after = load_tokenizer(source.checkpoint.path), load_tokenizer(folder)
+        before, after = source.tokenizer, load_tokenizer(folder)
         assert before is not None
         assert after is not None
         same_ids(before, after)

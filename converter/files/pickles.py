@@ -271,7 +271,7 @@ def _refuse_compressed(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):  # the last for a zip of a later version
         return  # torch says what is wrong
     if packed:
         raise CheckpointError(

@@ -8,15 +8,13 @@ logits. To add one, write a file here with a class under `@loss`, or publish it 
 
 from __future__ import annotations
 
-import importlib
 import math
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from converter.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,27 +117,16 @@ class Loss(ABC):
 
 
 L = TypeVar("L", bound=type[Loss])
-_REGISTRY: dict[str, type[Loss]] = {}
+_REGISTRY: Registry[type[Loss]] = Registry(__name__)
 
 
 def loss(cls: L) -> L:
     """Register a loss under its name."""
-    if cls.name in _REGISTRY:
-        raise ValueError(f"two losses are called '{cls.name}'")
-    _REGISTRY[cls.name] = cls
+    _REGISTRY.add(cls.name, cls)
     return cls
-
-
-@cache
-def _load_all() -> None:
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-    for entry in entry_points(group="converter.losses"):
-        entry.load()
 
 
 def losses() -> Mapping[str, type[Loss]]:
     """Every loss, by name: first those that are learnt from by default."""
-    _load_all()
-    ordered = sorted(_REGISTRY.values(), key=lambda each: (-each().weight, each.name))
+    ordered = sorted(_REGISTRY.load().values(), key=lambda each: (-each().weight, each.name))
     return {each.name: each for each in ordered}

@@ -8,17 +8,14 @@ under `@op`, or publish it under the entry point group `converter.ops`.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from converter.blocks import Block, BlockRef, Dropped
 from converter.errors import UnsupportedError
+from converter.registry import Registry
 from converter.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -128,29 +125,18 @@ class Op(ABC):
 
 
 O = TypeVar("O", bound=type[Op])  # noqa: E741 - an op
-_REGISTRY: dict[str, type[Op]] = {}
+_REGISTRY: Registry[type[Op]] = Registry(__name__)
 
 
 def op(cls: O) -> O:
     """Register an op under its name."""
-    if cls.name in _REGISTRY:
-        raise ValueError(f"two ops are called '{cls.name}'")
-    _REGISTRY[cls.name] = cls
+    _REGISTRY.add(cls.name, cls)
     return cls
-
-
-@cache
-def _load_all() -> None:
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-    for entry in entry_points(group="converter.ops"):
-        entry.load()
 
 
 def ops() -> Mapping[str, type[Op]]:
     """Every op, by name."""
-    _load_all()
-    return _REGISTRY
+    return _REGISTRY.load()
 
 
 def require(condition: bool, op_name: str, what: str, fix: str | None = None) -> None:
