@@ -75,8 +75,11 @@ def export_weights(
 def refuse_overflow(name: str, tensor: Tensor, dtype: str) -> None:
     """Raise UnsupportedError, with their number, where values of a tensor are too large for a dtype."""
     target: torch.dtype = getattr(torch, dtype)
-    largest, end = float(tensor.abs().max()), torch.finfo(target).max
-    if target != tensor.dtype and largest > end and (overflow := int((~torch.isfinite(tensor.to(target))).sum())):
+    if target == tensor.dtype:
+        return
+    low, high = tensor.aminmax()
+    largest, end = float(torch.maximum(-low, high)), torch.finfo(target).max
+    if largest > end and (overflow := int((~torch.isfinite(tensor.to(target))).sum())):
         raise UnsupportedError(
             f"{overflow} of {tensor.numel()} values of {name} overflow in {dtype}",
             why=f"the largest is {largest:.4g}, and {dtype} ends at {end:.4g}",

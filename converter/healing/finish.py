@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from converter.families.opened import SourceModel
 from converter.files.output import OutputFolder
 from converter.healing import records
 from converter.healing.controls import Start, run_controls
@@ -94,7 +95,7 @@ def compare_with_source(run: Trained) -> None:
 def _compare(run: Trained) -> dict[str, Any]:
     job, source = run.job, run.job.source
     assert source is not None
-    written = check_export(run.output.partial, job.converted, layout_of(job.converted, job.dtype))
+    written = SourceModel.open(run.output.partial)
     measured = run.texts.windows(job.compared_context, job.settings.evaluation_tokens)
     device = str(run.accelerator.device)
     teacher, others = load(source).to(device), {"before": job.converted, "after": written}
